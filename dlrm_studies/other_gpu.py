@@ -39,7 +39,7 @@ from dlrm_workbook.analysis.roofline import Limits
 from dlrm_workbook.analysis.whatif import COVER, MODEL_ERROR, ROOFLINE_ERROR
 from dlrm_workbook.ground.arrays import Floats
 from dlrm_workbook.ground.units import milliseconds
-from dlrm_workbook.recordings.open import COMMUNICATION
+from dlrm_workbook.recordings.foreign import COMMUNICATION
 from dlrm_workbook.recordings.profile import Profile, nearest
 
 LATENCY_US = 5.0

@@ -28,7 +28,6 @@ from dlrm_workbook.analysis.context_tree import (
     distinct,
     edges,
     extent,
-    of_streams,
     running,
 )
 from dlrm_workbook.analysis.steady import SteadyState, listed, steady_state
@@ -36,8 +35,8 @@ from dlrm_workbook.ground.arrays import Bools, Floats, Ints
 from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.foreign import START_UP
 from dlrm_workbook.recordings.hpctoolkit.parts import iteration_functions
-from dlrm_workbook.recordings.nesting import overlap, stretch_at, union
-from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.recordings.nesting import overlap, start_and_end, stretch_at, stretches
+from dlrm_workbook.recordings.profile import Profile, of_streams, once, true_trace
 
 ITERATION_NAMES = (ITERATION_SPAN, "ProfilerStep*")
 """Contexts whose subtree is the training step, whichever the trace has."""
@@ -119,39 +118,33 @@ def what_differed(profile: Profile) -> pd.DataFrame:
     usual = wide[state.steady].mean()
     frames = []
     for place in np.flatnonzero(~state.steady):
-        part_ms = wide.loc[numbers[place]]
-        grew = part_ms - usual
-        risen = grew.clip(lower=0)
-        part = usual.index.to_frame(index=False)
-        part["iteration"] = numbers[place]
-        after_warm_up = "short" if state.short[place] else "straggler"
-        part["why"] = "warm-up" if place < state.first else after_warm_up
-        part["time_ms"], part["usual_ms"] = state.times_ms[place], float(usual.sum())
-        part["part_ms"], part["usual_part_ms"] = part_ms.to_numpy(), usual.to_numpy()
-        part["grew_ms"] = grew.to_numpy()
-        part["share"] = (risen / risen.sum()).to_numpy() if risen.sum() > 0 else 0.0
-        frames.append(part.sort_values("grew_ms", ascending=False))
-    return pd.concat(frames, ignore_index=True)[DIFFERED]
+        part = pd.DataFrame({"part_ms": wide.loc[numbers[place]], "usual_part_ms": usual})
+        part["grew_ms"] = part["part_ms"] - part["usual_part_ms"]
+        risen = part["grew_ms"].clip(lower=0)
+        part["share"] = risen / risen.sum() if risen.sum() > 0 else 0.0
+        why = "warm-up" if place < state.first else "short" if state.short[place] else "straggler"
+        part = part.assign(iteration=numbers[place], why=why, time_ms=state.times_ms[place])
+        frames.append(part.sort_values("grew_ms", ascending=False).reset_index())
+    return pd.concat(frames, ignore_index=True).assign(usual_ms=float(usual.sum()))[DIFFERED]
 
 
 def per_iteration(profile: Profile) -> pd.DataFrame:
     """Time of each part and phase in every iteration.
 
-    A torch trace in which no iteration is found counts as one, from its first span to its
-    last. Any other profile without iterations (sampled, without a trace) counts as one of
-    mean length: its CPU time divided by how many iterations the measured pass ran.
-
-    Raises:
-        InputError: nothing in the recording lasts, so that it has no time to explain.
+    A torch trace in which no iteration is found counts as one, from its first span to its last. Any
+    other profile without iterations (sampled, without a trace) counts as one of mean length: its
+    CPU time divided by how many iterations the measured pass ran. An InputError says that nothing
+    in the recording lasts, so that it has no time to explain.
     """
     trace = profile.trace
     if len(trace) and not trace["end_ns"].gt(trace["start_ns"]).any():
         raise InputError("the recording has no time to explain: none of its spans lasts")
     if profile.trace.empty or windows(profile).empty:
         return _sampled(profile)
-    return profile.once("per_iteration", lambda: _traced(profile))
+    return _traced(profile)
 
 
+@once
 def windows(profile: Profile) -> pd.DataFrame:
     """The iterations in order of time; where none is known, the whole recording as one.
 
@@ -160,10 +153,6 @@ def windows(profile: Profile) -> pd.DataFrame:
     from the start of the process, from the first call of the driver). Empty without either.
     Columns as in ``profile.iterations``.
     """
-    return profile.once("windows", lambda: _windows(profile))
-
-
-def _windows(profile: Profile) -> pd.DataFrame:
     if len(profile.iterations):
         return profile.iterations.sort_values("start_ns")
     trace, engine = profile.trace, profile.meta.get("engine")
@@ -173,7 +162,7 @@ def _windows(profile: Profile) -> pd.DataFrame:
         trace = trace[calls]
         whole = extent(trace)
     awaits = profile.which("name", lambda name: bool(re.search("[sS]ynchronize", name)))
-    waits = union(*trace.loc[awaits[trace["context"]], ["start_ns", "end_ns"]].to_numpy().T)
+    waits = stretches(trace[awaits[trace["context"]]])
     awaited = overlap(np.array([whole[0], last]), np.array([first, whole[1]]), *waits).sum()
     traced = engine in ("torch", "nsight")
     if traced and last - first < max(GPU_SPAN * (whole[1] - whole[0] - awaited), 1):
@@ -207,6 +196,7 @@ def host_is_traced(profile: Profile) -> bool:
     return bool(profile.trace["profile"].eq(main_thread(profile)).any())
 
 
+@once
 def _traced(profile: Profile) -> pd.DataFrame:
     pieces = segments(profile)
     if pieces.empty:
@@ -320,6 +310,7 @@ def unattributed(profile: Profile) -> pd.DataFrame:
     return table.sort_values(order, ascending=False, ignore_index=True)[UNATTRIBUTED]
 
 
+@once
 def segments(profile: Profile, device: bool = True) -> pd.DataFrame:
     """The iterations cut into stretches, each with the one context that owns it.
 
@@ -334,15 +325,11 @@ def segments(profile: Profile, device: bool = True) -> pd.DataFrame:
         ``iteration``, ``start_ns``, ``end_ns``, ``where``, ``context`` (−1 outside every
         span). Without gaps or overlaps: they add up to the iterations.
     """
-    return profile.once(f"segments, device {device}", lambda: _segments(profile, device))
-
-
-def _segments(profile: Profile, device: bool) -> pd.DataFrame:
     host = running(profile, main_thread(profile))
     helpers = [running(profile, thread) for thread in _autograd_threads(profile)]
     busy = [_kernels_in_turn(profile, part) for part in (False, True)] if device else []
     iterations = windows(profile)
-    first, last = iterations["start_ns"].to_numpy(), iterations["end_ns"].to_numpy()
+    first, last = start_and_end(iterations)
     cuts = distinct([first, last, *edges(host, *helpers, *busy)])
     begin, finish = cuts[:-1], cuts[1:]
     which = stretch_at(first, last, begin)
@@ -402,16 +389,6 @@ def _kernels_in_turn(profile: Profile, background: bool) -> tuple[Ints, Ints, In
     start[1:] = np.maximum(start[1:], np.maximum.accumulate(end)[:-1])
     counted = end > start
     return start[counted], end[counted], work["context"].to_numpy()[counted]
-
-
-def true_trace(profile: Profile) -> pd.DataFrame:
-    """The trace, in which intervals that it leaves open until the next one end where they did."""
-    true_end = dict(profile.meta.get("overlong", []))
-    if not true_end:
-        return profile.trace
-    ends = profile.trace["end_ns"].copy()
-    ends.loc[list(true_end)] = list(true_end.values())
-    return profile.trace.assign(end_ns=ends)
 
 
 def _counted_ends(profile: Profile, work: pd.DataFrame) -> Ints:
@@ -484,20 +461,21 @@ def as_one(profile: Profile) -> Profile:
 
 def time_unit(profile: Profile) -> str:
     """Of which time the tables give values: a mean iteration's, or the whole recording's."""
-    unit = "ms in a mean iteration" if _is_by_step(profile) else f"ms {per(profile)}"
+    unit = "ms in a mean iteration" if has_iterations(profile) else f"ms {per(profile)}"
     return unit + (", kernels serialised by PC sampling" if profile.meta.get("serialised") else "")
 
 
-def _is_by_step(profile: Profile) -> bool:
+def has_iterations(profile: Profile) -> bool:
+    """Whether times of a mean iteration can be told."""
     return iteration_count(profile) > 1 or bool(len(profile.iterations))
 
 
 def per(profile: Profile) -> str:
     """The same after a figure: ``per iteration`` or ``in the whole recording``."""
     named = basis(profile)
-    if _is_by_step(profile) or named == GPU_PART:
-        return "per iteration" if _is_by_step(profile) else f"in {named}"
-    return "in the whole recording"
+    if has_iterations(profile):
+        return "per iteration"
+    return f"in {named if named == GPU_PART else 'the whole recording'}"
 
 
 GPU_PART = "the recording's GPU part"
@@ -512,19 +490,18 @@ def basis(profile: Profile) -> str:
     """
     on_timeline = not profile.trace.empty and not windows(profile).empty
     if on_timeline or profile.device != "cuda" or not profile.has("gpu_time_ms"):
-        if _is_by_step(profile) or not on_timeline:
-            return "the step" if _is_by_step(profile) else "the CPU time"
+        if has_iterations(profile):
+            return "the step"
+        if not on_timeline:
+            return "the CPU time"
         (first, last), whole = extent(windows(profile)), recorded(profile)
         return "the recording" if last - first > WHOLE * (whole[1] - whole[0]) else GPU_PART
     return "the GPU's time"
 
 
-def iteration_contexts(profile: Profile) -> Bools:
+@once
+def iteration_contexts(profile: Profile) -> np.ndarray:
     """Which contexts (n,) are an iteration: its range, or else its Python function."""
-    return profile.once("iteration_contexts", lambda: _iteration_contexts(profile))
-
-
-def _iteration_contexts(profile: Profile) -> np.ndarray:
     marks = {*ITERATION_NAMES, profile.meta.get("iteration_name")}
     ranges = profile.which("name", marks.__contains__)
     if ranges.any():
@@ -533,20 +510,14 @@ def _iteration_contexts(profile: Profile) -> np.ndarray:
     return iteration_functions(profile.contexts, profile.values)
 
 
+@once
 def step_contexts(profile: Profile, other_threads: bool = True) -> np.ndarray:
     """Which contexts (n,) belong to the step.
 
-    On a thread with iterations, those inside them: start-up and what follows are not
-    the step. Where no iteration is marked, all but what is known to be start-up.
-
-    Args:
-        other_threads: also take all contexts of threads without iterations.
+    On a thread with iterations, those inside them: start-up and what follows are not the step.
+    Where no iteration is marked, all but what is known to be start-up. ``other_threads`` also takes
+    all contexts of threads without iterations.
     """
-    name = f"step_contexts {other_threads}"
-    return profile.once(name, lambda: _step_contexts(profile, other_threads))
-
-
-def _step_contexts(profile: Profile, other_threads: bool) -> np.ndarray:
     inside = iteration_contexts(profile)
     if not inside.any():
         return profile.contexts["phase"].ne(START_UP).to_numpy()
@@ -603,9 +574,7 @@ def host_time(profile: Profile) -> pd.Series:
         share = share / exclusive.groupby("profile")["value"].sum()
         threads = {main_thread(profile), *share.index[share > 0.5]}
         exclusive = exclusive[exclusive["profile"].isin(threads)]
-        total = np.bincount(
-            exclusive["context"], exclusive["value"], minlength=len(profile.contexts)
-        )
+        total = np.bincount(exclusive["context"], exclusive["value"], len(profile.contexts))
         return pd.Series(total, profile.contexts.index)
     return profile.value_table("cpu_time_ms")
 
@@ -623,11 +592,8 @@ def _sampled(profile: Profile) -> pd.DataFrame:
 
 
 def in_step_order(table: pd.DataFrame) -> pd.DataFrame:
-    """The rows in the order in which a step meets its parts; a whole iteration comes first.
-
-    Args:
-        table: ``component``, ``phase`` and, if there is one, ``where``: device before host.
-    """
+    """The rows in the order in which a step meets its parts; a whole iteration comes first. The
+    table has ``component``, ``phase`` and maybe ``where``: device before host."""
     component = {name: row for row, name in enumerate(("iteration", *COMPONENTS))}
     phase = {name: row for row, name in enumerate(PHASES)}
     rank = table["component"].map(component).fillna(len(component)) * 100

@@ -75,9 +75,7 @@ class Capacity:
         shown = ["target", "limit_bytes", "memory", "needed_bytes", "fits", "exceeded_by_bytes"]
         shown += ["largest_batch", "largest_rows", "rows_factor", "largest_on_gpu_bytes"]
         table = pd.DataFrame([vars(verdict) for verdict in self.verdicts])
-        table["exceeded_by_bytes"] = table["exceeded_by_bytes"].mask(
-            table["exceeded_by_bytes"].eq(0)
-        )
+        table["exceeded_by_bytes"] = table["exceeded_by_bytes"].where(lambda size: size > 0)
         return table[[*shown, "host_bytes", "gpus", "each_bytes", "each_host_bytes"]]
 
     def weights(self) -> pd.DataFrame:
@@ -108,12 +106,9 @@ def capacity_here(parameters: Parameters) -> Capacity:
 
 
 def capacity_of(parameters: Parameters, gpu_bytes: int | None = None) -> Capacity:
-    """The forecast for this machine, and whether the run fits here and elsewhere.
-
-    Args:
-        gpu_bytes: free memory of this machine's GPU, where the run would use it; None: it
-            would run on the CPU.
-    """
+    """The forecast for this machine, and whether the run fits here and elsewhere. ``gpu_bytes`` is
+    the free memory of this machine's GPU, where the run would use it; None: it would run on the
+    CPU."""
     model = parameters.model
     here = gpu_bytes is not None
     items = forecast_memory(parameters, here)
@@ -147,12 +142,7 @@ def sheet_verdict(parameters: Parameters, sheet: Device) -> Verdict:
 
 
 def _verdict(
-    parameters: Parameters,
-    place: str,
-    target: str,
-    limit: int | None,
-    gpu: bool,
-    source: str = "",
+    parameters: Parameters, place: str, target: str, limit: int | None, gpu: bool, source: str = ""
 ) -> Verdict:
     items = forecast_memory(parameters, gpu)
     needed = total_bytes(items, place)

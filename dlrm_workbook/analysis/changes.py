@@ -31,11 +31,8 @@ LEAVES = [f"{section}.{leaf.name}" for section, kind in SECTIONS.items() for lea
 
 
 def flat_change(change: Mapping[str, Any], where: str = "change") -> dict[str, Any]:
-    """A change as ``{section.leaf: value}``; nested sections are flattened.
-
-    Raises:
-        InputError: a name is no parameter; the message names the nearest one.
-    """
+    """A change as ``{section.leaf: value}``; nested sections are flattened. An InputError names
+    what is no parameter, and the nearest one."""
     flat: dict[str, Any] = {}
     for name, value in change.items():
         name = name.strip() if isinstance(name, str) else called(name)
@@ -53,10 +50,8 @@ def read_change(options: Iterable[str]) -> dict[str, Any]:
     """The change of the command line's options, each ``change...=...``.
 
     ``change={training.precision: bf16}``, ``change=data.generator=facebook`` and
-    ``change.training.batch_size=4096`` all work, and may be repeated.
-
-    Raises:
-        InputError: an option cannot be read.
+    ``change.training.batch_size=4096`` all work, and may be repeated. An InputError says which
+    option cannot be read.
     """
     change: dict[str, Any] = {}
     for option in options:
@@ -82,11 +77,8 @@ def read_change(options: Iterable[str]) -> dict[str, Any]:
 
 
 def apply_change(parameters: Parameters, change: Change, where: str = "change") -> Parameters:
-    """The parameters with the change made, validated.
-
-    Raises:
-        InputError: naming ``where`` and the field that cannot have its value.
-    """
+    """The parameters with the change made, validated. An InputError names ``where`` and the field
+    that cannot have its value."""
     if not change:
         return parameters
     try:
@@ -131,11 +123,8 @@ def _short(value: Any) -> str:
 def change_steps(parameters: Parameters, change: Change) -> list[dict[str, Any]]:
     """The change as cumulative steps, a leaf a step, each of which can run.
 
-    A leaf that needs another one changed with it (``embedding_dim`` and ``bottom_mlp``)
-    is one step with that one.
-
-    Raises:
-        InputError: the whole change cannot work.
+    A leaf that needs another one changed with it (``embedding_dim`` and ``bottom_mlp``) is one step
+    with that one. An InputError says why the whole change cannot work.
     """
     apply_change(parameters, change)
     steps: list[dict[str, Any]] = []

@@ -60,7 +60,6 @@ WHOLE = "iteration"
 PART_ALARM = 0.05
 """Chance that any part of two equal recordings is said to differ."""
 
-
 SPOKEN = {"hpctoolkit": "HPCToolkit", "torch": "torch.profiler", "nsight": "Nsight Systems"}
 """Engines as a reader calls them."""
 
@@ -72,12 +71,8 @@ def engines_side_by_side(profiles: Sequence[Profile]) -> pd.DataFrame:
 
     The row of the whole ``iteration`` comes first, then parts in the order of a step. GPU and host
     time of a part are added, over the steady iterations of each. ``attrs["sentence"]`` sums it up.
-
-    Args:
-        profiles: two, named by their engines (``hpctoolkit``, ``torch``).
-
-    Raises:
-        InputError: there are not two, or one has no iterations.
+    The profiles are two, named by their engines (``hpctoolkit``, ``torch``). An InputError says
+    that there are not two, or that one has no iterations.
     """
     if len(profiles) != 2:
         raise InputError(f"two recordings are laid side by side, not {len(profiles)}")
@@ -111,12 +106,8 @@ def engines_side_by_side(profiles: Sequence[Profile]) -> pd.DataFrame:
 
 
 def _estimate(profile: Profile) -> pd.DataFrame:
-    """One recording's times per iteration; the whole iteration is a part.
-
-    Returns:
-        Index (component, phase): ``ms`` (profiler's cost subtracted), ``error_ms`` (one standard
-        error), ``cost_ms``.
-    """
+    """One recording's times per iteration; the whole iteration is a part. By (component, phase):
+    ``ms`` (profiler's cost subtracted), ``error_ms`` (one standard error), ``cost_ms``."""
     table = part_estimates(profile).set_index(PART)[["time_ms", "se_ms"]]
     table.loc[(WHOLE, ""), :] = step_estimate(profile)[:2]
     # One iteration says nothing of its scatter: it may be anything up to its own time.
@@ -237,12 +228,9 @@ def _counted(profile: Profile) -> pd.DataFrame:
     """Parts of a sampled profile; the error of n samples is sqrt(n) of them."""
     parts = per_iteration(profile).groupby(PART, as_index=False)["time_ms"].sum()
     period = sampling_period_ms(profile) / iteration_count(profile)
-    rows = []
-    for component, phase, time in parts.itertuples(index=False):
-        count = time / period if period > 0 else math.nan
-        se = time / math.sqrt(count) if count > 0 else math.nan
-        rows.append((component, phase, time, se, math.inf, count, "samples"))
-    return pd.DataFrame(rows, columns=ESTIMATES)
+    count = parts["time_ms"] / (period or math.nan)
+    se = parts["time_ms"] / np.sqrt(count.where(count > 0))
+    return parts.assign(se_ms=se, degrees=math.inf, observations=count, of="samples")[ESTIMATES]
 
 
 def sampling_period_ms(profile: Profile) -> float:
@@ -260,10 +248,8 @@ def sampling_period_ms(profile: Profile) -> float:
 def compare_parts(before: pd.DataFrame, after: pd.DataFrame) -> pd.DataFrame:
     """Each part before and after, with the interval of the difference, NaN where unknown.
 
-    A part that a run does not have counts as 0 ms.
-
-    Args:
-        before, after: what :func:`part_estimates` gives.
+    A part that a run does not have counts as 0 ms. ``before`` and ``after`` are what
+    :func:`part_estimates` gives.
     """
     table = before.merge(after, on=PART, how="outer", suffixes=("_a", "_b"))
     names = ["time_ms", "se_ms", "degrees"]
@@ -303,12 +289,9 @@ def verdict_of_part(difference: float, p: float) -> str:
 def ratio_interval(
     before: tuple[float, float, float], after: tuple[float, float, float], samples: float = 1.0
 ) -> Interval:
-    """Speed-up, before over after, with its interval (delta method on the logarithm).
-
-    Args:
-        before, after: (mean, standard error, degrees of freedom), as :func:`step_estimate`.
-        samples: samples of an iteration after over those before; 1 compares iterations.
-    """
+    """Speed-up, before over after, with its interval (delta method on the logarithm). ``before``
+    and ``after`` are (mean, standard error, degrees of freedom), as :func:`step_estimate` gives
+    them; ``samples`` are those of an iteration after over those before, 1 compares iterations."""
     relative = [se / mean if mean > 0 else math.nan for mean, se, _ in (before, after)]
     se = math.hypot(*relative)
     degrees = welch_degrees(relative[0], before[2], relative[1], after[2])
@@ -340,14 +323,8 @@ def circumstances(profile: Profile) -> dict[str, dict[str, Any]]:
 
 
 def differing(runs: Sequence[Mapping[str, Mapping[str, Any]]]) -> pd.DataFrame:
-    """What is not the same in all runs.
-
-    Args:
-        runs: what :func:`circumstances` gives, one a run.
-
-    Returns:
-        ``kind``, ``name``, and ``values`` (a list, one entry a run; None where it has none).
-    """
+    """What is not the same in all runs. ``runs`` are what :func:`circumstances` gives of each.
+    Returns ``kind``, ``name``, and ``values`` (a list, one entry a run; None where it has none)."""
     rows = []
     for kind in dict.fromkeys(kind for run in runs for kind in run):
         for name in dict.fromkeys(name for run in runs for name in run.get(kind, {})):
@@ -385,11 +362,6 @@ RECORDED_COLUMNS = ["device_ms", "host_ms", "idle_ms", "launches"]
 SAME_PROGRAM = 0.5
 """Share of operator calls in common below which two recordings are not of one program: two ranks
 of one job have 1.00, a production DLRM and TorchRec's example 0.18 to 0.34."""
-
-
-def has_iterations(profile: Profile) -> bool:
-    """Whether times of a mean iteration can be told."""
-    return bool(len(profile.iterations)) or iteration_count(profile) > 1
 
 
 def _inside(profile: Profile) -> np.ndarray:
@@ -448,18 +420,11 @@ def recorded_differences(before: Profile, after: Profile) -> pd.DataFrame:
 
     A part that only one recording has counts as 0 in the other, if that measured the like.
     """
-    sides = {"before": before, "after": after}
-    tables = {
-        side: recorded_parts(profile).set_index(PART).add_suffix(f"_{side}")
-        for side, profile in sides.items()
-    }
-    table = tables["before"].join(tables["after"], how="outer")
-    for side in sides:
-        for name in RECORDED_COLUMNS:
-            column = f"{name}_{side}"
-            if tables[side][column].notna().any():
-                table[column] = table[column].fillna(0.0)
-    ordered = [f"{name}_{side}" for name in RECORDED_COLUMNS for side in sides]
+    one, other = (recorded_parts(profile).set_index(PART) for profile in (before, after))
+    table = one.add_suffix("_before").join(other.add_suffix("_after"), how="outer")
+    measured = table.columns[table.notna().any()]
+    table[measured] = table[measured].fillna(0.0)
+    ordered = [f"{name}_{side}" for name in RECORDED_COLUMNS for side in ("before", "after")]
     return in_step_order(table[ordered].reset_index())
 
 

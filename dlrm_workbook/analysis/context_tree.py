@@ -13,8 +13,8 @@ import numpy as np
 import pandas as pd
 
 from dlrm_workbook.ground.arrays import Bools, Ints
-from dlrm_workbook.recordings.nesting import enclosing_in_turn, innermost, stretch_at
-from dlrm_workbook.recordings.profile import Profile, nearest
+from dlrm_workbook.recordings.nesting import enclosing_in_turn, innermost, start_and_end, stretch_at
+from dlrm_workbook.recordings.profile import Profile, nearest, once
 
 INSIDE_FUNCTIONS = ("line", "loop", "instruction")
 """Kinds of context that lie within a function; every other kind is a scope of its own."""
@@ -26,11 +26,8 @@ WHY_EMPTY = "not_measured"
 def unmeasured(
     columns: Sequence[str], reason: str, profile: Profile | None = None, *names: str
 ) -> pd.DataFrame:
-    """An empty table that says in ``attrs["not_measured"]`` why it is empty.
-
-    Args:
-        reason: why, where the profile has no reason of its own for one of ``names``.
-    """
+    """An empty table that says in ``attrs["not_measured"]`` why it is empty. ``reason`` holds where
+    the profile has no reason of its own for one of ``names``."""
     table = pd.DataFrame({name: [] for name in columns})
     table.attrs[WHY_EMPTY] = missing_reason(profile, names, reason) if profile else reason
     return table
@@ -84,11 +81,9 @@ def places(parent: Ints) -> tuple[Ints, Ints]:
 def outermost_contexts(parent: Ints, key: Ints) -> Bools:
     """Which contexts (n,) have no context of the same key above them.
 
-    Inclusive values of these alone may be summed by key: what a recursive call holds
-    is already in the call around it.
-
-    Args:
-        key: (n,) numbers from 0; −1 belongs to no key and is never outermost.
+    Inclusive values of these alone may be summed by key: what a recursive call holds is already in
+    the call around it. ``key`` has numbers (n,) from 0; −1 belongs to no key and is never
+    outermost.
     """
     begin, beyond = places(parent)
     order = np.lexsort((begin, key))
@@ -105,17 +100,6 @@ def outermost_contexts(parent: Ints, key: Ints) -> Bools:
     return result
 
 
-def of_streams(profile: Profile, trace: pd.DataFrame | None = None) -> pd.DataFrame:
-    """The rows of the trace that are on a GPU's streams.
-
-    Args:
-        trace: of the profile, where it is not as recorded.
-    """
-    trace = profile.trace if trace is None else trace
-    streams = profile.threads.loc[profile.threads["kind"].eq("gpu_stream"), "profile"]
-    return trace[trace["profile"].isin(streams)]
-
-
 Lane = tuple[Ints, Ints, Ints]
 """(start_ns, end_ns, context) of what runs when, without overlaps."""
 
@@ -129,15 +113,13 @@ def running(profile: Profile, thread: int) -> Lane:
     return tuple(table[name].to_numpy() for name in table)  # type: ignore[return-value]
 
 
+@once
 def running_table(profile: Profile, thread: int) -> pd.DataFrame:
     """The same with columns ``start_ns``, ``end_ns`` and ``context``."""
-    return profile.once(f"running {thread}", lambda: _running(profile.trace, thread))
-
-
-def _running(trace: pd.DataFrame, thread: int) -> pd.DataFrame:
+    trace = profile.trace
     spans = trace[(trace["profile"] == thread) & (trace["end_ns"] > trace["start_ns"])]
     spans = spans.sort_values(["start_ns", "depth"])
-    start, end = spans["start_ns"].to_numpy(), spans["end_ns"].to_numpy()
+    start, end = start_and_end(spans)
     context = spans["context"].to_numpy()
     if len(start) > 1 and (start[1:] < end[:-1]).any():
         cuts = distinct([start, end])

@@ -11,7 +11,7 @@ import pandas as pd
 from dlrm_workbook.analysis.context_tree import unmeasured
 from dlrm_workbook.analysis.kernel_names import kernel_name
 from dlrm_workbook.ground.units import thousands
-from dlrm_workbook.recordings.nesting import stretch_at, union
+from dlrm_workbook.recordings.nesting import stretch_at, stretches
 from dlrm_workbook.recordings.profile import Profile
 
 COUNTERS = ["kernel", "gpu", "counter", "count", "mean", "most"]
@@ -88,9 +88,8 @@ def counters_during(profile: Profile, kernel: str) -> dict[str, float]:
     if curves.empty:
         return {}
     trace = profile.trace[profile.which("name", kernel.__eq__)[profile.trace["context"]]]
-    busy = union(trace["start_ns"].to_numpy(), trace["end_ns"].to_numpy())
     at = (1e6 * curves["time_ms"].to_numpy(dtype=float)).astype(np.int64)
-    inside = curves[stretch_at(*busy, at) >= 0]
+    inside = curves[stretch_at(*stretches(trace), at) >= 0]
     means = inside.groupby("counter")["value"].mean()
     return {str(name): float(value) for name, value in means.items()}
 
@@ -103,8 +102,7 @@ def limit_by_counters(profile: Profile, kernel: str) -> str | None:
     during = counters_during(profile, kernel)
     units: dict[str, tuple[str, float]] = {}
     for unit, pattern in _UNITS:
-        values = {n: v for n, v in during.items() if pattern.search(n) and _PERCENT.search(n)}
-        if values:
+        if values := {n: v for n, v in during.items() if pattern.search(n) and _PERCENT.search(n)}:
             name = max(values, key=lambda name: values[name])
             units[unit] = name, values[name]
     if not units:

@@ -93,11 +93,8 @@ with DATA_SHEETS.open(encoding="utf-8", newline="") as _file:
 
 
 def device(name: str) -> Device:
-    """The GPU of a short name: ``H100-SXM``, ``a100-80gb``, ``H200``; upper or lower case.
-
-    Raises:
-        InputError: no such GPU is listed, with those that are.
-    """
+    """The GPU of a short name: ``H100-SXM``, ``a100-80gb``, ``H200``; upper or lower case. An
+    InputError lists the GPUs if there is no such one."""
     for known in DEVICES:
         if known.name.lower() == name.strip().lower():
             return known
@@ -109,19 +106,13 @@ def device(name: str) -> Device:
 
 def name_device(meta: dict[str, Any], name: str) -> None:
     """Write into a profile's ``meta`` which GPU a recording is of, where it says of none itself.
-
-    Args:
-        name: as a driver gives it, or short; from ``profiling.device_name``.
-
-    Raises:
-        InputError: no data sheet of it is listed, or the recording names its own GPU.
-    """
+    The name is as a driver gives it, or short; from ``profiling.device_name``. An InputError says
+    that no data sheet of it is listed, or that the recording names its own GPU."""
     try:
         given = device_of_driver(name) or device(name)
     except InputError as error:
         raise InputError(f"profiling.device_name: {error}") from None
-    own = meta.get("device_name")
-    if own:
+    if own := meta.get("device_name"):
         raise InputError(
             f"profiling.device_name is {name!r}, but the recording names its own device, {own!r}"
         )

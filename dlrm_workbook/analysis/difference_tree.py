@@ -20,7 +20,6 @@ TREE_COLUMNS = [
 ROOT = "step"
 """Label of the root over both trees."""
 
-
 SMALLEST_SHARE = 0.002
 """Share of the longer step below which nodes are joined, if it is so in both runs."""
 
@@ -53,12 +52,9 @@ def difference_tree(before: Profile, after: Profile) -> pd.DataFrame:
 
 
 def _paths(profile: Profile, metric: str, by_part: bool) -> pd.DataFrame:
-    """Contexts of the step with time, callers first.
-
-    Returns:
-        ``name``, ``kind``, ``component``, ``phase``, ``above`` (index of the caller; −1 above the
-        root), ``self_ms``. Iterations and threads are one root: which one it was does not matter.
-    """
+    """Contexts of the step with time, callers first. Returns ``name``, ``kind``, ``component``,
+    ``phase``, ``above`` (index of the caller; −1 above the root), ``self_ms``. Iterations and
+    threads are one root: which one it was does not matter."""
     if by_part and metric == "cpu_time_ms":
         return _by_part(part_estimates(profile).rename(columns={"time_ms": "self_ms"}))
     self_ms = profile.value_table(metric).to_numpy() / iteration_count(profile)
@@ -118,17 +114,11 @@ def _pruned(table: pd.DataFrame) -> pd.DataFrame:
     table["parent"] = np.where(above < 0, "", above.astype(str))
     table = table.rename(columns={"name": "label"})
     hidden = ~shown & shown[np.maximum(above, 0)]
-    rest = table[hidden].groupby("parent", as_index=False)[["before_ms", "after_ms"]].sum()
-    owner = table.iloc[rest["parent"].astype(int)]
-    small = rest.assign(
-        id="small-" + rest["parent"],
-        label=SMALL,
-        kind="",
-        component=owner["component"].to_numpy(),
-        phase=owner["phase"].to_numpy(),
-        self_before_ms=rest["before_ms"],
-        self_after_ms=rest["after_ms"],
-    )
+    rest = table[hidden].groupby("parent")[["before_ms", "after_ms"]].sum()
+    small = table.iloc[rest.index.astype(int)].assign(parent=rest.index, label=SMALL, kind="")
+    small["id"] = "small-" + small["parent"]
+    times = ["before_ms", "after_ms", "self_before_ms", "self_after_ms"]
+    small[times] = rest[["before_ms", "after_ms"] * 2].to_numpy()
     table = pd.concat([table[shown], small], ignore_index=True)
     table["difference_ms"] = table["after_ms"] - table["before_ms"]
     return table[TREE_COLUMNS]

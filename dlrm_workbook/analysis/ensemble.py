@@ -239,25 +239,17 @@ def short_leaf(leaf: str) -> str:
 
 def part_table(profiles: Mapping[str, Profile]) -> pd.DataFrame:
     """Mean time of each part in each run, and of the whole step (component ``step``)."""
-    pieces = []
-    for name, profile in profiles.items():
-        parts = part_estimates(profile)[["component", "phase", "time_ms", "se_ms"]]
-        time, se, _ = step_estimate(profile)
-        whole = pd.DataFrame(
-            {"component": [WHOLE_STEP], "phase": [""], "time_ms": [time], "se_ms": [se]}
-        )
-        pieces.append(pd.concat([whole, parts]).assign(run=name))
     columns = ["run", "component", "phase", "time_ms", "se_ms"]
-    if not pieces:
-        return pd.DataFrame(columns=columns)
-    return pd.concat(pieces, ignore_index=True)[columns]
+    pieces = [pd.DataFrame(columns=columns)] if not profiles else []
+    for name, profile in profiles.items():
+        whole = [(name, WHOLE_STEP, "", *step_estimate(profile)[:2])]
+        parts = part_estimates(profile).assign(run=name)[columns]
+        pieces += [pd.DataFrame(whole, columns=columns), parts]
+    return pd.concat(pieces, ignore_index=True)
 
 
 def settings_table(parameters: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
-    """The leaves that differ between runs: a row a run (index), a column a leaf.
-
-    Args:
-        parameters: run to its sections.
+    """The leaves that differ between runs, by their sections: a row a run (index), a column a leaf.
 
     A list of equal numbers becomes that number, any other list text (512-512-64). How a
     run was measured (``profiling``) is left out.
@@ -289,11 +281,8 @@ SWEEP = "sweep.json"
 
 
 def swept_runs(folder: Path, notebook: str) -> dict[str, Path]:
-    """Run folder of a notebook in each point of a sweep that finished it: label to folder.
-
-    Raises:
-        InputError: the folder holds no record of a sweep.
-    """
+    """Run folder of a notebook in each point of a sweep that finished it: label to folder. An
+    InputError says that the folder holds no record of a sweep."""
     return {
         change_text(row["change"]): folder / row["folders"][notebook]
         for row in read_json(folder / SWEEP)["points"]
@@ -327,16 +316,11 @@ class Curve:
 def scaling(times: pd.DataFrame, settings: pd.DataFrame, leaf: str) -> list[Curve]:
     """Fit a law to every part along a leaf.
 
-    Leaves that change with it (``bottom_mlp`` with ``embedding_dim``) count as part of it;
-    the others are held: each of their combinations has its own curve.
-
-    Args:
-        times: what :func:`part_table` gives.
-        settings: what :func:`settings_table` gives.
-
-    Returns:
-        Curves in the order of a step, the whole step first; a part without time, or with
-        fewer than two sizes, has none.
+    Leaves that change with it (``bottom_mlp`` with ``embedding_dim``) count as part of it; the
+    others are held: each of their combinations has its own curve. ``times`` is what
+    :func:`part_table` gives, ``settings`` what :func:`settings_table` gives. Returns curves in the
+    order of a step, the whole step first; a part without time, or with fewer than two sizes, has
+    none.
     """
     held = [
         other
@@ -372,12 +356,8 @@ def scaling(times: pd.DataFrame, settings: pd.DataFrame, leaf: str) -> list[Curv
 
 
 def fitted_curves(times: pd.DataFrame, settings: pd.DataFrame) -> dict[str, list[Curve]]:
-    """Leaf to the parts' laws along it; laws need three runs or more.
-
-    Args:
-        times: what :func:`part_table` gives.
-        settings: what :func:`settings_table` gives.
-    """
+    """Leaf to the parts' laws along it; laws need three runs or more. ``times`` is what
+    :func:`part_table` gives, ``settings`` what :func:`settings_table` gives."""
     axes = numeric_axes(settings) if len(settings) > 2 else []
     curves = {leaf: scaling(times, settings, leaf) for leaf in axes}
     return {leaf: fits for leaf, fits in curves.items() if fits}
@@ -390,11 +370,8 @@ def curves_of_runs(profiles: Mapping[str, Profile]) -> dict[str, list[Curve]]:
 
 
 def law_table(curves: Mapping[str, Sequence[Curve]]) -> pd.DataFrame:
-    """All laws in rows, for readers and ``sweep.json``; empty without any.
-
-    Args:
-        curves: what :func:`fitted_curves` gives.
-    """
+    """All laws in rows, for readers and ``sweep.json``; empty without any. ``curves`` is what
+    :func:`fitted_curves` gives."""
     rows = []
     for leaf, fits in curves.items():
         for curve in fits:

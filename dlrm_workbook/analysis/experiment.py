@@ -18,13 +18,12 @@ import numpy as np
 import pandas as pd
 
 from dlrm_core.config import load_parameters
-from dlrm_workbook.analysis.attribution import iteration_count, iteration_times_ms, true_trace
-from dlrm_workbook.analysis.context_tree import of_streams
+from dlrm_workbook.analysis.attribution import iteration_count, iteration_times_ms
 from dlrm_workbook.analysis.gpu import copy_table
 from dlrm_workbook.analysis.idleness import gpu_idleness
 from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.foreign import START_UP
-from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.recordings.profile import Profile, of_streams, true_trace
 
 PRESET = "h100_experiment"
 """Parameters of the model that the experiment trained."""
@@ -34,11 +33,8 @@ PUBLISHED = Path(__file__).with_suffix(".csv")
 
 
 def inclusive_sums(profile: Profile) -> dict[str, float]:
-    """Sums over the call tree that count a value again at each of its callers.
-
-    Returns:
-        Metric to the sum of its inclusive values over all contexts, in the metric's unit.
-    """
+    """Sums over the call tree that count a value again at each of its callers. Returns each
+    metric's sum of inclusive values over all contexts, in the metric's unit."""
     names = ("GKER:COUNT", "launches", "copy_bytes", "GXCOPY:H2D (B)", "gpu_time_ms", "cpu_time_ms")
     return {
         name: float(profile.value_table(name, "inclusive").sum())
@@ -48,16 +44,10 @@ def inclusive_sums(profile: Profile) -> dict[str, float]:
 
 
 def beside(profile: Profile, host: Profile | None = None) -> pd.DataFrame:
-    """What was published of the experiment, and what its recording says.
-
-    Args:
-        profile: of the GPU's recording.
-        host: of the recording of the same program with CPU time, where there is one.
-
-    Returns:
-        ``summed`` are inclusive values of this recording added up as the report did (NaN where that
-        is not what it did); ``measured`` is NaN where this recording cannot tell.
-    """
+    """What was published of the experiment, and what its recording says. ``profile`` is of the
+    GPU's recording, ``host`` of that of the same program with CPU time, where there is one.
+    ``summed`` are inclusive values of this recording added up as the report did (NaN where that is
+    not what it did); ``measured`` is NaN where this recording cannot tell."""
     wrong = inclusive_sums(profile)
     cpu = inclusive_sums(host).get("cpu_time_ms", math.nan) if host is not None else math.nan
     summed = {
@@ -122,11 +112,8 @@ def tables_seen(profile: Profile) -> pd.DataFrame:
 
 def promised(compared: pd.DataFrame, parts: pd.DataFrame) -> str:
     """The published gain beside the most that less work of the GPU could bring, in a sentence.
-
-    Args:
-        compared: what :func:`beside` gives.
-        parts: time of a step by part, on the GPU (``where`` is ``device``) and not.
-    """
+    ``compared`` is what :func:`beside` gives, ``parts`` the time of a step by part, on the GPU
+    (``where`` is ``device``) and not."""
     gain = compared.set_index("figure")["published"]["predicted gain"]
     step = float(parts["time_ms"].sum())
     busy = float(parts.loc[parts["where"].eq("device"), "time_ms"].sum())

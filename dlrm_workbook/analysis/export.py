@@ -27,7 +27,7 @@ from dlrm_core.base.files import whole_file
 from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.context_tree import missing_reason
 from dlrm_workbook.ground.runs import named_run
-from dlrm_workbook.recordings.nesting import lanes
+from dlrm_workbook.recordings.nesting import lanes, start_and_end
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile
 
@@ -71,7 +71,7 @@ def perfetto(ranks: dict[int, Profile]) -> Iterator[dict[str, Any]]:
             by_calls = sampled and kind == "cpu_thread"
             place = np.zeros(len(rows), dtype=np.int64)
             if kind == "gpu_stream":  # of two that overlap on one line, Perfetto drops one
-                place = lanes(rows["start_ns"].to_numpy(), rows["end_ns"].to_numpy())
+                place = lanes(*start_and_end(rows))
             for beside in range(place.max(initial=0) + 1):
                 further += beside > 0
                 lane = further if beside else number + 1  # 0 has the iterations
@@ -144,15 +144,8 @@ def _flame(profile: Profile, rows: Any) -> Iterator[tuple[int, int, int]]:
 
 
 def speedscope(ranks: dict[int, Profile], name: str) -> dict[str, Any]:
-    """A speedscope document with one profile for each rank and kind of time.
-
-    Args:
-        ranks: rank to its profile.
-        name: of the document.
-
-    Raises:
-        InputError: no time was measured.
-    """
+    """A speedscope document with one profile for each rank and kind of time. ``ranks`` has rank to
+    profile, ``name`` is the document's. An InputError says that no time was measured."""
     frames: list[dict[str, Any]] = []
     numbers: dict[tuple[str, str, int], int] = {}
     profiles = []

@@ -7,10 +7,10 @@ import re
 import numpy as np
 import pandas as pd
 
-from dlrm_workbook.analysis.context_tree import running
+from dlrm_workbook.analysis.context_tree import running_table
 from dlrm_workbook.ground.arrays import Bools, Ints
-from dlrm_workbook.recordings.nesting import overlap, union
-from dlrm_workbook.recordings.profile import Profile, inclusive_from_exclusive
+from dlrm_workbook.recordings.nesting import overlap, start_and_end, stretches, union
+from dlrm_workbook.recordings.profile import Profile, inclusive_from_exclusive, once
 
 FIRST_TIMES, LEAST_US = 20.0, 1000.0
 """Times a later call of its name that a first one takes, and the least it takes: dispatching an
@@ -31,22 +31,17 @@ DISPATCH_ONLY = re.compile(r"^aten::(?:new_)?empty")
 """Operators that launch nothing, and take no longer for larger tensors."""
 
 
+@once
 def first_calls(profile: Profile) -> pd.DataFrame:
     """The time of the host in what later calls find done: loaded, compiled, or begun.
 
     That is compiling itself; the first call of the driver, those of a millisecond and more that do
     nothing once all is loaded, and first ones that take far longer than those of their name that
-    follow; likewise the own body of an operator that dispatches work to a GPU; and with all that
-    is in it the first of equal calls from one place (:func:`_first_of_equal`).
-
-    Returns:
-        ``name``, ``start_ns``, ``end_ns``, in order, some in others, and ``later_ms``, what later
-        ones usually take (NaN).
+    follow; likewise the own body of an operator that dispatches work to a GPU; and with all that is
+    in it the first of equal calls from one place (:func:`_first_of_equal`). Returns ``name``,
+    ``start_ns``, ``end_ns``, in order, some in others, and ``later_ms``, what later ones usually
+    take (NaN).
     """
-    return profile.once("first calls", lambda: _first_calls(profile))
-
-
-def _first_calls(profile: Profile) -> pd.DataFrame:
     names, trace = profile.contexts["name"].to_numpy(), profile.trace
     nothing = trace[["context", "start_ns", "end_ns"]].iloc[:0].assign(name="", later_ms=np.nan)
 
@@ -106,17 +101,15 @@ def _first_of_equal(profile: Profile) -> pd.DataFrame:
     waits = profile.of_kind("runtime") & ~profile.which(
         "name", lambda name: bool(DRIVER.match(name))
     )
-    held = trace[waits[trace["context"].to_numpy()]]
-    held = union(held["start_ns"].to_numpy(), held["end_ns"].to_numpy())
-    waited = overlap(first["start_ns"].to_numpy(), first["end_ns"].to_numpy(), *held)
+    held = stretches(trace[waits[trace["context"].to_numpy()]])
+    waited = overlap(*start_and_end(first), *held)
     return first.assign(later_ms=first["median"] / 1e3)[waited < 500 * first["us"]]
 
 
 def _bodies(profile: Profile, thread: int, calls: pd.DataFrame) -> pd.DataFrame:
     """The stretches in which a thread is in the bodies of calls of its own, outside all that they
     call: ``context``, ``start_ns``, ``end_ns``, ``length`` (ns) and ``call``, its label."""
-    start, end, context = running(profile, thread)
-    pieces = pd.DataFrame({"context": context, "start_ns": start, "end_ns": end})
+    pieces = running_table(profile, thread)
     pieces = pieces[pieces["context"].isin(calls["context"])].sort_values("start_ns")
     of_calls = calls[["context", "start_ns"]].assign(call=calls.index).sort_values("start_ns")
     pieces = pd.merge_asof(pieces, of_calls, on="start_ns", by="context")
@@ -127,7 +120,7 @@ def in_first_calls(profile: Profile, start: Ints, end: Ints) -> tuple[float, pd.
     """How much (ms) of stretches (n,) passes in first calls, and in those of each name itself,
     without the first calls within it (``ms``), most first, with ``later_ms``."""
     calls = first_calls(profile)
-    begin, finish = calls["start_ns"].to_numpy(), calls["end_ns"].to_numpy()
+    begin, finish = start_and_end(calls)
     whole = overlap(begin, finish, *union(start, end)) / 1e6
     own, around = whole.copy(), list[int]()
     for row, (since, until) in enumerate(zip(begin, finish, strict=True)):

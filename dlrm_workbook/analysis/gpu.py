@@ -28,7 +28,7 @@ from dlrm_workbook.analysis.kernel_names import kernel_name, short_names
 from dlrm_workbook.recordings.hpctoolkit.database import read_database
 from dlrm_workbook.recordings.hpctoolkit.metrics import COPY_KINDS, MEMORY_KINDS, STALLS, SYNC_KINDS
 from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
-from dlrm_workbook.recordings.nesting import stretch_at
+from dlrm_workbook.recordings.nesting import start_and_end, stretch_at
 from dlrm_workbook.recordings.profile import Profile, nearest
 
 KERNEL_KEYS = ["kernel", "module", "component", "phase"]
@@ -153,11 +153,9 @@ WARP = 32
 def waves(kernel: Mapping[Any, Any], device: Mapping[str, Any]) -> float:
     """Blocks of a launch over the blocks that all multiprocessors hold at once.
 
-    Args:
-        kernel: ``blocks``, ``threads_per_block``, ``registers`` (a thread),
-            ``shared_memory_bytes`` (a block).
-        device: a row of ``meta["devices"]``: ``sms``, ``compute``, ``threads_per_sm``,
-            ``registers_per_sm``, ``shared_memory_per_sm``.
+    A kernel has ``blocks``, ``threads_per_block``, ``registers`` (a thread) and
+    ``shared_memory_bytes`` (a block), a row of ``meta["devices"]`` ``sms``, ``compute``,
+    ``threads_per_sm``, ``registers_per_sm`` and ``shared_memory_per_sm``.
 
     A block gets registers in pieces of 256 a warp, warps in fours, and shared memory in pieces
     of 128 bytes and 1024 bytes for the system (256 and none before compute capability 8;
@@ -206,19 +204,14 @@ def _per_iteration(profile: Profile) -> pd.DataFrame:
             .assign(launches_per_iteration=part, per_iteration_ms=part, share_of_step=np.nan)
         )
     spans = profile.trace[is_kernel[profile.trace["context"].to_numpy()]]
-    iterations = profile.iterations.sort_values("start_ns")
-    steady = state.steady[np.argsort(profile.iterations["start_ns"].to_numpy(), kind="stable")]
-    which = stretch_at(
-        iterations["start_ns"].to_numpy(),
-        iterations["end_ns"].to_numpy(),
-        spans["start_ns"].to_numpy(),
-    )
-    inside = (which >= 0) & steady[which]
+    iterations = profile.iterations.assign(steady=state.steady).sort_values("start_ns")
+    which = stretch_at(*start_and_end(iterations), spans["start_ns"].to_numpy())
+    inside = (which >= 0) & iterations["steady"].to_numpy()[which]
     length = (spans["end_ns"] - spans["start_ns"]).to_numpy()
     table = contexts.iloc[spans["context"].to_numpy()].reset_index(drop=True)
     table = table.assign(count=1, inside=inside, length=length, length_inside=length * inside)
     table = table.groupby(KERNEL_KEYS, as_index=False).sum()
-    number = max(int(steady.sum()), 1)
+    number = max(int(state.steady.sum()), 1)
     share = table["length_inside"] / table["length"].where(table["length"] > 0)
     return table[KERNEL_KEYS].assign(
         launches_per_iteration=table["inside"] / table["count"] / number,

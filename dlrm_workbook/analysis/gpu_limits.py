@@ -30,12 +30,7 @@ from dlrm_workbook.analysis.roofline import ARITHMETIC, MEMORY, operations_by_pr
 from dlrm_workbook.ground.arrays import Bools, Floats, Ints
 from dlrm_workbook.recordings.foreign import COMMUNICATION
 from dlrm_workbook.recordings.profile import Profile, nearest
-from dlrm_workbook.recordings.torch.shape_work import (
-    NOTE,
-    NOTES,
-    OPERAND_BYTES,
-    bytes_are,
-)
+from dlrm_workbook.recordings.torch.shape_work import NOTE, NOTES, OPERAND_BYTES, bytes_are
 
 CACHE_BANDWIDTH = "cache"
 """The limit of what asks for its bytes faster than memory gives them."""
@@ -58,12 +53,8 @@ _IGNORED = ("fill", "copy", "memset", "memcpy", "split-k", "cublaslt split-k")
 
 def peak_tflops(gpu: Device | None, precision: str, tensor_cores: bool | None) -> float:
     """10^12 operations/s that a GPU's sheet promises; NaN where it does not or nobody knows.
-
-    Args:
-        precision: of the operands: ``fp32``, ``tf32``, ``bf16``, ``fp16``.
-        tensor_cores: whether they are used; None if unknown: then no product of this precision is
-            faster than this.
-    """
+    ``precision`` is of the operands: ``fp32``, ``tf32``, ``bf16``, ``fp16``. If it is not known
+    whether they use tensor cores (None), no product of this precision is faster than this."""
     if gpu is None:
         return math.nan
     if tensor_cores is False and precision != "fp32":
@@ -255,15 +246,10 @@ def rate_coverage(profile: Profile) -> pd.DataFrame:
 def kernel_work(profile: Profile, places: Ints) -> pd.DataFrame:
     """What kernels did, as far as the operators above them tell.
 
-    An operator's work goes to its product kernel (not to what fills or reduces beside it);
-    where it has several, by launches, as long as all calls are of one shape.
-
-    Args:
-        places: (k,) contexts of kernels.
-
-    Returns:
-        A row for each: ``flops``, ``bytes``, ``work_ms`` (its time, where its work is known),
-        ``least_ms`` (at the GPU's limits), ``bytes_ms`` (its time, where its bytes are known).
+    An operator's work goes to its product kernel (not to what fills or reduces beside it); where it
+    has several, by launches, as long as all calls are of one shape. ``places`` are contexts (k,) of
+    kernels. Returns a row for each: ``flops``, ``bytes``, ``work_ms`` (its time, where its work is
+    known), ``least_ms`` (at the GPU's limits), ``bytes_ms`` (its time, where its bytes are known).
     """
     work = _Work(profile)
     gpu = device_of(profile.meta)
@@ -295,10 +281,7 @@ def _least(
     gpu: Device | None, flops: float, size: float, peak: float, micros: float
 ) -> tuple[str, float, float]:
     """(limit, least µs, share that the least time is of ``micros``); "" and NaN where unknown.
-
-    Args:
-        flops: NaN of what only moves bytes.
-    """
+    ``flops`` is NaN of what only moves bytes."""
     if gpu is None or not (math.isfinite(size) and micros > 0):
         return "", math.nan, math.nan
     by_memory = size / gpu.memory_gb_per_s / 1e3

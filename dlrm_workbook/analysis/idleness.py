@@ -20,8 +20,6 @@ the next one, so a thread that sleeps is charged as long as one that runs.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
@@ -52,7 +50,7 @@ from dlrm_workbook.analysis.context_tree import (
 )
 from dlrm_workbook.analysis.launches import NO_OPERATORS, exchanging, launched_operations
 from dlrm_workbook.ground.arrays import Bools, Ints
-from dlrm_workbook.recordings.nesting import overlap, stretch_at, union
+from dlrm_workbook.recordings.nesting import overlap, start_and_end, stretch_at, stretches, union
 from dlrm_workbook.recordings.profile import Profile, inclusive_from_exclusive, nearest
 
 Stretches = tuple[Ints, Ints]
@@ -117,10 +115,7 @@ def idle_causes(profile: Profile) -> pd.DataFrame:
 
 def idle_by_cause(profile: Profile, causes: pd.DataFrame) -> pd.DataFrame:
     """Idle time of a mean iteration by cause, most first; empty, with the reason, like its source.
-
-    Args:
-        causes: what :func:`idle_causes` gave of the profile.
-    """
+    ``causes`` is what :func:`idle_causes` gave of the profile."""
     if causes.empty:
         return unmeasured(BY_CAUSE, reason_of(causes) or "no GPU was idle")
     count = len(profile.iterations)
@@ -148,10 +143,10 @@ def idle_pieces(profile: Profile) -> pd.DataFrame:
     if work.empty:
         return unmeasured(PIECES, reason_of(work))
     iterations = windows(profile)
-    first, last = iterations["start_ns"].to_numpy(), iterations["end_ns"].to_numpy()
+    first, last = start_and_end(iterations)
     is_kernel = work["kind"].eq("kernel")
-    kernels, copies = _stretches(work[is_kernel]), _stretches(work[~is_kernel])
-    busy = _stretches(work)
+    kernels, copies = stretches(work[is_kernel]), stretches(work[~is_kernel])
+    busy = stretches(work)
     launched = work[(work["launch_end_ns"] >= 0) & (work["launch_end_ns"] < work["start_ns"])]
     # what ends a gap tells what the GPU waited for: other work that was launched earlier and
     # waits longer may well depend on it
@@ -204,18 +199,15 @@ def felt_share(profile: Profile, contexts: Ints) -> float:
 
     What the GPU does next begins no earlier than its launch: where the host launches it late, a
     stretch of work that ends sooner is followed by a longer wait. A stretch can be shorter by the
-    time from the launch of what follows (and the usual start-up) to its end, or by all of it
-    where the host waits for that end, also in the call that launched it. What is not known to be
-    launched late counts in full.
-
-    Args:
-        contexts: (n,) of kernels and copies.
+    time from the launch of what follows (and the usual start-up) to its end, or by all of it where
+    the host waits for that end, also in the call that launched it. What is not known to be launched
+    late counts in full. ``contexts`` (n,) are of kernels and copies.
     """
     work = launched_operations(profile)
     chosen = work[work["context"].isin(contexts)]
     if chosen.empty:
         return 1.0
-    start, end = _stretches(work)
+    start, end = stretches(work)
     first = work.drop_duplicates("start_ns").set_index("start_ns")["launch_end_ns"]
     launched = np.append(first.reindex(start[1:]).to_numpy(), -1)
     waits = np.isin(np.append(_activities(profile), "")[context_at(_host(profile), end)], _WAITING)
@@ -226,7 +218,7 @@ def felt_share(profile: Profile, contexts: Ints) -> float:
     late = end - launched - usual_start_up(work)
     slack = np.where(waits | (launched < 0), end - start, late).clip(0, end - start)
     # operations of several streams overlap: time counts once
-    pieces = _stretches(chosen)
+    pieces = stretches(chosen)
     which = stretch_at(start, end, pieces[0])
     took = np.bincount(which, pieces[1] - pieces[0], minlength=len(start))
     return float(np.minimum(took, slack).sum() / took.sum())
@@ -235,11 +227,7 @@ def felt_share(profile: Profile, contexts: Ints) -> float:
 def _host(profile: Profile) -> Lane:
     """What the iterating thread is in, whatever the GPU does."""
     lane = segments(profile, device=False)
-    return lane["start_ns"].to_numpy(), lane["end_ns"].to_numpy(), lane["context"].to_numpy()
-
-
-def _stretches(spans: pd.DataFrame) -> Stretches:
-    return union(spans["start_ns"].to_numpy(), spans["end_ns"].to_numpy())
+    return *start_and_end(lane), lane["context"].to_numpy()
 
 
 def usual_start_up(work: pd.DataFrame, since: str = "launch_end_ns") -> float:
@@ -364,12 +352,11 @@ def overlaps(profile: Profile) -> pd.DataFrame:
         return unmeasured(OVERLAP_COLUMNS, "the profile does not say when its iterations ran")
     work = launched_operations(profile)
     rows = _on_gpu(profile, work) if len(work) else _on_cpu(profile)
-    rows = [row for row in rows if row["total_ms"] > 0]
-    if not rows:
-        return unmeasured(
-            OVERLAP_COLUMNS, "nothing was copied, exchanged or made in the iterations"
-        )
-    table = pd.DataFrame(rows)
+    table = pd.DataFrame(rows, columns=["what", "where", "total_ms", "exposed_ms"])
+    table = table[table["total_ms"] > 0].copy()
+    if table.empty:
+        reason = "nothing was copied, exchanged or made in the iterations"
+        return unmeasured(OVERLAP_COLUMNS, reason)
     table["hidden_ms"] = table["total_ms"] - table["exposed_ms"]
     table["exposed_share"] = table["exposed_ms"] / table["total_ms"]
     steady = of_steady(profile, profile.iterations)
@@ -378,33 +365,31 @@ def overlaps(profile: Profile) -> pd.DataFrame:
     return table.sort_values("exposed_ms", ascending=False, ignore_index=True)[OVERLAP_COLUMNS]
 
 
-def _on_gpu(profile: Profile, work: pd.DataFrame) -> list[dict[str, Any]]:
+def _on_gpu(profile: Profile, work: pd.DataFrame) -> list[tuple[str, str, float, float]]:
     exchange = exchanging(profile, work)
     is_copy = work["kind"].eq("copy")
     pieces = segments(profile, device=False)
     making = pieces[parts_at(profile, pieces["context"].to_numpy())["component"].eq("data")]
     steady = of_steady(profile, profile.iterations)
-    window, count = _stretches(steady), 1e6 * len(steady)
+    window, count = stretches(steady), 1e6 * len(steady)
     rows = []
     for what, where, spans, beside in (
         ("copies", "device", work[is_copy], work[~is_copy]),
         ("communication", "device", work[exchange], work[~exchange]),
         ("data", "host", making, work),
     ):
-        start, end = _intersection(_stretches(spans), window)
+        start, end = _intersection(stretches(spans), window)
         total = float((end - start).sum()) / count
-        hidden = float(overlap(start, end, *_stretches(beside)).sum()) / count
-        rows.append({"what": what, "where": where, "total_ms": total, "exposed_ms": total - hidden})
+        hidden = float(overlap(start, end, *stretches(beside)).sum()) / count
+        rows.append((what, where, total, total - hidden))
     return rows
 
 
-def _on_cpu(profile: Profile) -> list[dict[str, Any]]:
+def _on_cpu(profile: Profile) -> list[tuple[str, str, float, float]]:
     """On a CPU the iterating thread hides nothing; other threads hide all of theirs."""
     part_ms = per_iteration(profile).groupby("component")["time_ms"].sum() / len(profile.iterations)
-    rows = []
-    for what in ("data", "communication"):
-        exposed = float(part_ms.get(what, 0.0))
-        rows.append({"what": what, "where": "host", "total_ms": exposed, "exposed_ms": exposed})
+    exposed = {what: float(part_ms.get(what, 0.0)) for what in ("data", "communication")}
+    rows = [(what, "host", ms, ms) for what, ms in exposed.items()]
     loader = ((profile.meta.get("parameters") or {}).get("data") or {}).get("loader")
     if loader not in (None, "synchronous"):
         ahead = sum(
@@ -412,9 +397,7 @@ def _on_cpu(profile: Profile) -> list[dict[str, Any]]:
             for thread in profile.meta.get("threads_cpu") or []
             if thread.get("kind") == "python"
         )
-        rows.append(
-            {"what": "data", "where": "other threads", "total_ms": ahead, "exposed_ms": 0.0}
-        )
+        rows.append(("data", "other threads", ahead, 0.0))
     return rows
 
 
@@ -517,7 +500,7 @@ def _span(profile: Profile, streams: pd.DataFrame) -> tuple[int, int, str]:
 def _idle(profile: Profile, streams: list[int], first: int, last: int) -> Stretches:
     """(start, end) of the stretches of the span in which none of the streams runs."""
     trace = profile.trace[profile.trace["profile"].isin(streams)]
-    begin, finish = (edge.clip(first, last) for edge in _stretches(trace))
+    begin, finish = (edge.clip(first, last) for edge in stretches(trace))
     gap_start, gap_end = np.append(first, finish), np.append(begin, last)
     gap = gap_end > gap_start
     return gap_start[gap], gap_end[gap]

@@ -14,12 +14,11 @@ import pandas as pd
 
 from dlrm_core.base.files import plain
 from dlrm_workbook.analysis.attribution import PART, host_time, in_step_order, step_contexts
-from dlrm_workbook.analysis.context_tree import of_streams
 from dlrm_workbook.ground.runs import named_run
-from dlrm_workbook.recordings.foreign import COMMUNICATION
-from dlrm_workbook.recordings.nesting import union_ns
+from dlrm_workbook.recordings.foreign import exchange_kernels
+from dlrm_workbook.recordings.nesting import start_and_end, union_ns
 from dlrm_workbook.recordings.open import Recording, open_recording
-from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.recordings.profile import Profile, of_streams
 from dlrm_workbook.recordings.torch.chrome_trace import GRAPH_LAUNCH
 
 SUMMED = (
@@ -38,7 +37,6 @@ HPCTOOLKIT_COUNTS = {"kernels": ["GKER:COUNT"], "copies": ["GXCOPY:COUNT", "GMSE
 
 NO_GPU_WORK = "no work of a GPU is recorded"
 NO_TIMELINE = "the recording has no timeline of the GPU"
-
 
 WHOLE_RECORDING = "the whole recording"
 """What times and shares here are of; those of a page are of steady iterations."""
@@ -138,11 +136,10 @@ def inspect_profile(profile: Profile) -> dict[str, Any]:
 def _gpu_times(profile: Profile, missing: dict[str, str]) -> dict[str, Any]:
     """Span, busy time, communication: from the timeline of the GPU's streams."""
     work = of_streams(profile)
-    start, end = work["start_ns"].to_numpy(), work["end_ns"].to_numpy()
+    start, end = start_and_end(work)
     context = work["context"].to_numpy()
     kernels = profile.of_kind("kernel")[context]
-    exchanges = profile.which("name", lambda name: bool(COMMUNICATION.search(name)))[context]
-    exchanges &= kernels
+    exchanges = exchange_kernels(profile)[context]
     compute = union_ns(start[kernels & ~exchanges], end[kernels & ~exchanges])
     communication = union_ns(start[exchanges], end[exchanges])
     times: dict[str, Any] = {
@@ -170,8 +167,7 @@ def _counts(profile: Profile, missing: dict[str, str]) -> dict[str, Any]:
     counts["gpu_time_ms"] = float(profile.value_table("gpu_time_ms").sum())
     if profile.meta.get("engine") == "hpctoolkit":
         for name, metrics in HPCTOOLKIT_COUNTS.items():
-            counted = [metric for metric in metrics if profile.has(metric)]
-            if counted:
+            if counted := [metric for metric in metrics if profile.has(metric)]:
                 counts[name] = round(sum(profile.value_table(metric).sum() for metric in counted))
             else:
                 missing[name] = f"the database has no {' or '.join(metrics)}"

@@ -418,8 +418,7 @@ def _attention(text: str) -> KernelName | None:
         r"flash_\w*(?:fwd|bwd)|fmha|sdpa|flash_?attention|\battn_(?:fwd|bwd)", text, re.I
     ):
         return None
-    signature = _signature(text)
-    base = _pieces(signature, "::")[-1].partition("<")[0]
+    base = _pieces(_signature(text), "::")[-1].partition("<")[0]
     backward = re.search(r"bwd|backward|bprop|cutlassB_", text, re.I)
     told = re.compile("flash|fwd|bwd|forward|backward|attn|attention|kd|b|f")
     words = [word for word in _words(base) if not told.fullmatch(word)]

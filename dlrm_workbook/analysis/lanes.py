@@ -43,13 +43,8 @@ def thread_timeline(profile: Profile, by: str = "component") -> pd.DataFrame:
 
     Rows of a lane do not overlap, and nothing runs between them. The durations of a label in a lane
     add up to what the trace has. Sampled hardware counters are in ``attrs["counters"]``. Empty,
-    with the reason in ``attrs["not_measured"]``, without a trace.
-
-    Args:
-        by: ``component`` (part and phase) or ``function`` (the innermost one).
-
-    Raises:
-        InputError: ``by`` is unknown.
+    with the reason in ``attrs["not_measured"]``, without a trace. They are ``by`` ``component``
+    (part and phase) or ``function`` (the innermost one); an InputError refuses others.
     """
     if by not in ("component", "function"):
         raise InputError(f"a timeline is by component or function, not by '{by}'")
@@ -149,11 +144,8 @@ def coarsened(start: Ints, end: Ints, code: Ints, most: int) -> pd.DataFrame:
 
     The longest stay as they are; of the short ones between two of them those of one label are
     joined, the labels side by side from where they began. More of them are joined until all fit.
-
-    Args:
-        start, end: ns since the time that is drawn begins (small numbers: floats keep them).
-        code: number of each span's label; the sum of each is kept to the nanosecond.
-        most: rows.
+    ``start`` and ``end`` are ns since the time that is drawn begins (small numbers: floats keep
+    them), ``code`` is the number of each span's label; the sum of each is kept to the nanosecond.
     """
     real = _joined(start, end, code)
     spans, kept = real, max(most, len(np.unique(code)))  # each label has a row of its own

@@ -11,10 +11,10 @@ import numpy as np
 import pandas as pd
 
 from dlrm_workbook.analysis.attribution import PART, main_thread
-from dlrm_workbook.analysis.context_tree import extent, of_streams, reason_of, unmeasured
-from dlrm_workbook.recordings.foreign import COMMUNICATION
-from dlrm_workbook.recordings.nesting import stretch_at
-from dlrm_workbook.recordings.profile import Profile, nearest
+from dlrm_workbook.analysis.context_tree import extent, reason_of, unmeasured
+from dlrm_workbook.recordings.foreign import exchange_kernels
+from dlrm_workbook.recordings.nesting import start_and_end, stretch_at
+from dlrm_workbook.recordings.profile import Profile, nearest, of_streams, once
 
 OPERATION_COLUMNS = ["start_ns", "end_ns", "context", "kind", *PART]
 OPERATION_COLUMNS += ["launch_start_ns", "launch_end_ns"]
@@ -33,6 +33,7 @@ BOUND = 0.5
 less than one is queued. Then the host's launching sets the pace, whatever the kernels do."""
 
 
+@once
 def launched_operations(profile: Profile) -> pd.DataFrame:
     """Kernels, copies and memory sets with the call that launched each, in order of start.
 
@@ -44,19 +45,6 @@ def launched_operations(profile: Profile) -> pd.DataFrame:
         ``phase``, ``launch_start_ns``, ``launch_end_ns`` (−1 where the launch is not in the
         trace). Empty, with the reason, without a trace of a GPU stream.
     """
-    return profile.once("device operations", lambda: _device_operations(profile))
-
-
-NO_OPERATORS = "the recording has no operators of torch"
-
-
-def exchanging(profile: Profile, work: pd.DataFrame) -> pd.Series:
-    """Which rows of :func:`launched_operations` are kernels that exchange data between ranks."""
-    named = profile.which("name", lambda name: bool(COMMUNICATION.search(name)))
-    return work["kind"].eq("kernel") & named[work["context"].to_numpy()]
-
-
-def _device_operations(profile: Profile) -> pd.DataFrame:
     trace, work = profile.trace, of_streams(profile)
     calls = trace.drop(work.index)
     work = work[work["end_ns"] > work["start_ns"]]
@@ -85,6 +73,14 @@ def _device_operations(profile: Profile) -> pd.DataFrame:
     operations[["kind", *PART]] = profile.contexts[["kind", *PART]].to_numpy()[context]
     operations["launch_start_ns"], operations["launch_end_ns"] = begun, done
     return operations
+
+
+NO_OPERATORS = "the recording has no operators of torch"
+
+
+def exchanging(profile: Profile, work: pd.DataFrame) -> pd.Series:
+    """Which rows of :func:`launched_operations` are kernels that exchange data between ranks."""
+    return pd.Series(exchange_kernels(profile)[work["context"].to_numpy()], work.index)
 
 
 def launches_by_part(profile: Profile) -> pd.DataFrame:
@@ -120,8 +116,7 @@ def _per(profile: Profile) -> str:
 
 def launch_cost_us(profile: Profile, kernels: pd.DataFrame | None = None) -> float:
     """What a launch costs the host: measured alone before the run, or else in the trace; NaN."""
-    measured = (profile.meta.get("ceilings") or {}).get("launch_us")
-    if measured:
+    if measured := (profile.meta.get("ceilings") or {}).get("launch_us"):
         return float(measured)
     kernels = _kernels(profile) if kernels is None else kernels
     call_us = pd.Series(dtype=float) if kernels.empty else kernels["call_us"].dropna()
@@ -165,10 +160,8 @@ def launch_summary(profile: Profile) -> pd.DataFrame:
 def queue_depth(profile: Profile, most: int | None = None) -> pd.DataFrame:
     """Operations launched and not finished, over time; each row holds until the next.
 
-    Empty, with the reason, without launches in the trace.
-
-    Args:
-        most: rows at most; where there are more changes, the mean depth of equal bins.
+    Empty, with the reason, without launches in the trace. There are at ``most`` so many rows: of
+    more changes, the mean depth of equal bins.
     """
     work = launched_operations(profile)
     if work.empty:
@@ -234,8 +227,7 @@ def outermost_operators(profile: Profile) -> pd.DataFrame:
     trace = profile.trace[profile.trace["profile"] == main_thread(profile)]
     spans = trace[outer[trace["context"].to_numpy()]]
     if len(profile.iterations):
-        first = np.sort(profile.iterations["start_ns"].to_numpy())
-        last = np.sort(profile.iterations["end_ns"].to_numpy())
+        first, last = map(np.sort, start_and_end(profile.iterations))
         spans = spans[stretch_at(first, last, spans["start_ns"].to_numpy()) >= 0]
     parts = contexts[PART].iloc[spans["context"]].reset_index(drop=True)
     return spans[["start_ns", "end_ns", "context"]].reset_index(drop=True).join(parts)

@@ -24,7 +24,6 @@ from dlrm_workbook.analysis.context_tree import (
     context_at,
     distinct,
     edges,
-    of_streams,
     reason_of,
     running,
     unmeasured,
@@ -33,8 +32,8 @@ from dlrm_workbook.analysis.step_source import Source
 from dlrm_workbook.ground.arrays import Bools, Floats, Names
 from dlrm_workbook.ground.units import milliseconds, percent
 from dlrm_workbook.recordings.foreign import START_UP, node_key
-from dlrm_workbook.recordings.nesting import stretch_at
-from dlrm_workbook.recordings.profile import Profile, nearest
+from dlrm_workbook.recordings.nesting import start_and_end, stretch_at
+from dlrm_workbook.recordings.profile import Profile, nearest, of_streams
 from dlrm_workbook.recordings.torch.lines import MAIN, mark_of, role_of
 from dlrm_workbook.recordings.torch.sampling import is_user_code
 from dlrm_workbook.recordings.torch.workers import NAME as WORKER
@@ -119,10 +118,7 @@ def listing(profile: Profile, file: str, function: str) -> pd.DataFrame:
 
 def hottest(profile: Profile) -> pd.DataFrame:
     """The :func:`listing` of the function with the most time itself, around its hottest line.
-
-    Returns:
-        At most :data:`MOST_LISTED` rows; ``attrs["function"]`` is its name.
-    """
+    Returns at most :data:`MOST_LISTED` rows; ``attrs["function"]`` is its name."""
     table = functions(profile)
     if reason_of(table):
         return unmeasured(LISTING, reason_of(table))
@@ -191,12 +187,8 @@ def known_moments(profile: Profile) -> dict[str, Any] | None:
 
 def _of_contexts(profile: Profile, sampled: dict[str, Any]) -> dict[str, Any] | None:
     """As :func:`known_moments`, from Python frames in the call paths of a recording; None without
-    any.
-
-    Args:
-        sampled: ``Profile.meta["lines"]`` of a run on a GPU, empty of other recordings: it knows
-            which line built what runs backward, what lines are for, and their text.
-    """
+    any. ``sampled`` is ``Profile.meta["lines"]`` of a run on a GPU, empty of other recordings: it
+    knows which line built what runs backward, what lines are for, and their text."""
     contexts = profile.contexts
     is_python = profile.of_kind("python") | contexts["file"].str.endswith(".py").to_numpy()
     is_python &= profile.of_kind("python", "function", "line")
@@ -229,7 +221,7 @@ def _of_contexts(profile: Profile, sampled: dict[str, Any]) -> dict[str, Any] | 
             path = (*path[:-1], (path[-1][0], roles[row] + path[-1][1]))
         number[row] = paths.setdefault(path, len(paths))
     # on a GPU autograd has a thread of its own, which no frame of Python stands above
-    calls = [one for path, one in paths.items() if path and path[-1][1].endswith("backward")]
+    calls = [one for path, one in paths.items() if _is_marked(path, "backward")]
     nodes = profile.of_kind("operator") & profile.which("name", lambda n: node_key(n) is not None)
     inside = nearest(contexts["parent"].to_numpy(), nodes) >= 0
     number[inside & (number == paths.get((), -1))] = calls[0] if calls else paths.get((), -1)
@@ -287,7 +279,7 @@ def _moments(profile: Profile) -> pd.DataFrame:
         table = rows.rename(columns={"profile": "thread", "value": "ms"})
         table["ms"] /= iteration_count(profile)
         return table[["thread", "context", "ms"]].assign(iteration=0)
-    spans = profile.iterations["start_ns"].to_numpy(), profile.iterations["end_ns"].to_numpy()
+    spans = start_and_end(profile.iterations)
     streams = of_streams(profile).assign(profile=-2)
     gpu = [running(replace(profile, trace=streams), -2)] if len(streams) else []
     parts = []
@@ -339,6 +331,11 @@ def _made_table(profile: Profile, by: str) -> pd.DataFrame:
     return table[columns]
 
 
+def _is_marked(path: Path, mark: str) -> bool:
+    """Whether a library function of a mark runs below the last frame of a path."""
+    return bool(path) and path[-1][1].endswith(mark)
+
+
 class LineTable:
     """Moments by path, and the tables made of them."""
 
@@ -362,14 +359,12 @@ class LineTable:
         backward = pd.DataFrame(self.known.get("backward") or {"path": [], "ns": []})
         if backward["ns"].sum() <= 0:
             return times
-        runs = np.array([self._runs_backward(path) for path in self.paths])[times["path"]]
+        runs = self._in_marked("backward")
         shares = backward.assign(part=backward["ns"] / backward["ns"].sum())
-        divided = times[runs & times["thread"].eq(0)].drop(columns="built")
+        divided = times[runs].drop(columns="built")
         divided = divided.merge(shares[["path", "part"]].rename(columns={"path": "built"}), "cross")
-        for name in ("ms", "samples"):
-            divided[name] = divided[name] * divided["part"]
-        kept = times[~(runs & times["thread"].eq(0).to_numpy())]
-        return pd.concat([kept, divided.drop(columns="part")], ignore_index=True)
+        divided[["ms", "samples"]] = divided[["ms", "samples"]].mul(divided["part"], axis=0)
+        return pd.concat([times[~runs], divided.drop(columns="part")], ignore_index=True)
 
     def roles_of_lines(self) -> dict[Place, str]:
         """The role of each line of the main thread."""
@@ -379,8 +374,7 @@ class LineTable:
     def backward_callers(self) -> pd.DataFrame:
         """The user's lines that run the backward pass, in the order in which they first do:
         ``file``, ``line``, ``function``, ``time_ms`` of a mean iteration and ``calls`` in it."""
-        runs = np.array([self._runs_backward(path) for path in self.paths])[self.times["path"]]
-        times = self.times[runs & self.times["thread"].eq(0).to_numpy()]
+        times = self.times[self._in_marked("backward")]
         last = [self.frames[self.paths[path][-1][0]] for path in times["path"]]
         table = pd.DataFrame(last, columns=["file", "first", "function", "line"])
         table["time_ms"] = times["ms"].to_numpy() / self.count
@@ -399,7 +393,7 @@ class LineTable:
         (``file``, ``line``, ``caller``)."""
         callers: dict[Any, Any] = {}
         below: dict[int, Any] = {}
-        backward = {path[-1][0] for path in self.paths if self._runs_backward(path)}
+        backward = {path[-1][0] for path in self.paths if _is_marked(path, "backward")}
         for number, path in enumerate(self.paths):
             ran = [self.frames[frame] for frame, _ in path]
             places = (place for place, (frame, _) in enumerate(path) if frame in backward)
@@ -420,9 +414,7 @@ class LineTable:
 
     def marked_ms(self, mark: str) -> float:
         """Time of the step's thread in library functions of a mark, ms of a mean iteration."""
-        chosen = [bool(path) and path[-1][1].endswith(mark) for path in self.paths]
-        own = self.times["thread"].eq(0) & np.array(chosen)[self.times["path"]]
-        return float(self.times.loc[own, "ms"].sum()) / self.count
+        return float(self.times.loc[self._in_marked(mark), "ms"].sum()) / self.count
 
     def outside_modules(self) -> pd.DataFrame:
         """Functions of the model and of the loss that compute by themselves, in no layer of
@@ -436,11 +428,7 @@ class LineTable:
             for place, (frame, _) in enumerate(path)
             if any(mark.endswith("module") for _, mark in path[place:])
         }
-        layers = {
-            self.frames[path[-1][0]]
-            for path in self.paths
-            if path and path[-1][1].endswith("module")
-        }
+        layers = {self.frames[path[-1][0]] for path in self.paths if _is_marked(path, "module")}
         main = self.moments[self.moments["thread"].eq(0)]
         times = main.groupby(["path", "built"], as_index=False)[["ms"]].sum()
         rows = []
@@ -462,9 +450,10 @@ class LineTable:
         table["time_ms"] = table.groupby(keys)["time_ms"].transform("sum")
         return table.drop_duplicates(keys).sort_values("time_ms", ascending=False)
 
-    @staticmethod
-    def _runs_backward(path: Path) -> bool:
-        return bool(path) and path[-1][1].endswith("backward")
+    def _in_marked(self, mark: str) -> Bools:
+        """Which of the times (n,) of the step's thread are in library functions of a mark."""
+        marked = np.array([_is_marked(path, mark) for path in self.paths])[self.times["path"]]
+        return marked & self.times["thread"].eq(0).to_numpy()
 
     def table(self, by: str) -> pd.DataFrame:
         """Rows of :func:`lines` or :func:`functions`, without operators, at the samples' pace."""
@@ -577,7 +566,7 @@ class _Roles:
         counted = table.counted
         self.batch_functions = {(file, first) for file, first, _ in counted.get("batch", [])}
         paths = [table.paths[number] for number in counted.get("backward", [])]
-        paths += [path for path in table.paths if table._runs_backward(path)]
+        paths += [path for path in table.paths if _is_marked(path, "backward")]
         built = [table.paths[number] for _, _, number in counted.get("built", [])]
         built += [path for path in table.paths if any(m.endswith("module") for _, m in path)]
         self.built: dict[tuple[Any, ...], set[int]] = {}

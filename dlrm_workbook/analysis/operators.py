@@ -20,7 +20,7 @@ from dlrm_workbook.analysis.attribution import (
 from dlrm_workbook.analysis.context_tree import running_table
 from dlrm_workbook.analysis.kernel_names import short_names
 from dlrm_workbook.analysis.lanes import coarsened
-from dlrm_workbook.recordings.nesting import stretch_at
+from dlrm_workbook.recordings.nesting import start_and_end, stretch_at
 from dlrm_workbook.recordings.profile import Profile, inclusive_from_exclusive, nearest
 
 SMALL = "(small)"
@@ -70,10 +70,7 @@ def top_operators(profile: Profile, count: int = 20) -> pd.DataFrame:
 
 
 def call_tree(
-    profile: Profile,
-    metric: str = "cpu_time_ms",
-    smallest_share: float = 0.001,
-    most: int = 300,
+    profile: Profile, metric: str = "cpu_time_ms", smallest_share: float = 0.001, most: int = 300
 ) -> pd.DataFrame:
     """The call tree of the step for an icicle or flame graph, parents first.
 
@@ -151,12 +148,9 @@ def timeline(profile: Profile, iterations: int = 3) -> pd.DataFrame:
 
     Host lanes show the parts' ranges, of another program what its operators and named ranges are
     in, the innermost; GPU lanes the kernels and copies. Neighbours of one part are joined, but for
-    our ranges.
-    Where such a lane still has more than :data:`MOST_SPANS` of them in an iteration, time is cut
-    into bins, narrower than a picture shows, in which each part has one row: their sums stay exact.
-
-    Args:
-        iterations: how many.
+    our ranges. Where such a lane still has more than :data:`MOST_SPANS` of them in an iteration,
+    time is cut into bins, narrower than a picture shows, in which each part has one row: their sums
+    stay exact.
     """
     named = profile.which("name", lambda name: parse_span(name) is not None)
     wanted = profile.of_kind("annotation") & named
@@ -234,7 +228,7 @@ def _lane_spans(
     """Spans of the first iterations: all on GPU lanes, on host lanes those of wanted contexts, or
     the stretches in which the ``innermost`` is one of them."""
     chosen = profile.iterations.sort_values("start_ns").head(iterations)
-    first, last = chosen["start_ns"].to_numpy(), chosen["end_ns"].to_numpy()
+    first, last = start_and_end(chosen)
     spans = profile.trace[["profile", "context", "start_ns", "end_ns"]]
     if innermost:
         is_host = profile.threads["kind"].eq("cpu_thread")
@@ -268,19 +262,14 @@ def _timed(spans: pd.DataFrame) -> pd.DataFrame:
 
 def memory(profile: Profile) -> pd.DataFrame:
     """Megabytes (10^6) that each part allocates through torch in a mean iteration, most first."""
-    pieces = []
-    for device, metric in (("cpu", "allocated_bytes"), ("gpu", "gpu_allocated_bytes")):
-        if not profile.has(metric):
-            continue
-        table = profile.contexts[PART].copy()
-        table["allocated_mb"] = profile.value_table(metric) / iteration_count(profile) / 1e6
-        table = table[step_contexts(profile) & table["allocated_mb"].gt(0)]
-        table = table.groupby(PART, as_index=False)[["allocated_mb"]].sum()
-        pieces.append(table.assign(device=device))
-    columns = [*PART, "device", "allocated_mb"]
-    if not pieces:
-        return pd.DataFrame(columns=columns)
-    table = pd.concat(pieces, ignore_index=True)[columns]
+    parts = profile.contexts.loc[step_contexts(profile), PART]
+    table = pd.concat(
+        parts.assign(device=device, allocated_mb=profile.value_table(metric))
+        for device, metric in (("cpu", "allocated_bytes"), ("gpu", "gpu_allocated_bytes"))
+    )
+    table["allocated_mb"] = table["allocated_mb"] / iteration_count(profile) / 1e6
+    table = table[table["allocated_mb"].gt(0)]
+    table = table.groupby([*PART, "device"], as_index=False)[["allocated_mb"]].sum()
     return table.sort_values("allocated_mb", ascending=False, ignore_index=True)
 
 

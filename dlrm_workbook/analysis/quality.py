@@ -65,16 +65,10 @@ WAITS_FOR_CORES = ("waiting_for_cores", "too_many_threads", "other_threads")
 def quality(
     profile: Profile, attribution: pd.DataFrame, findings: Sequence[Finding]
 ) -> dict[str, str]:
-    """What the figures of a page are good for.
-
-    Args:
-        profile: at its reference.
-        findings: those of ``profile``, worst first.
-
-    Returns:
-        ``level`` (``green``, ``amber`` or ``red``) and ``sentence``, Markdown: each doubt with the
-        conclusion that it may change; where there is none, what the step was measured by.
-    """
+    """What the figures of a page are good for. ``profile`` is at its reference, ``findings`` are
+    its own, worst first. Returns ``level`` (``green``, ``amber`` or ``red``) and ``sentence``,
+    Markdown: each doubt with the conclusion that it may change; where there is none, what the step
+    was measured by."""
     doubts = list(_doubts(profile, attribution, findings))
     level = _worst(doubt.level for doubt in doubts)
     by_conclusion: dict[str, list[str]] = {}
@@ -119,14 +113,9 @@ MOST_SAID = 2
 
 
 def quality_of_runs(runs: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """What several runs side by side are good for: no more than the worst of them.
-
-    Args:
-        runs: name to what :func:`quality` gives of the run.
-
-    Returns:
-        ``level`` and ``sentence`` as of :func:`quality`; each run with a doubt is named.
-    """
+    """What several runs side by side are good for: no more than the worst of them. ``runs`` has the
+    name of each, and what :func:`quality` gives of it. Returns ``level`` and ``sentence`` as of
+    :func:`quality`; each run with a doubt is named."""
     level = _worst(run["level"] for run in runs.values())
     doubted = [(name, run) for name, run in runs.items() if run["level"] != "green"]
     doubted.sort(key=lambda one: -LEVELS.index(one[1]["level"]))
@@ -148,7 +137,6 @@ def _worst(levels: Iterable[str]) -> str:
 
 OF_GPUS = re.compile(r"aten::(cudnn|miopen)_(convolution|batch_norm|rnn)")
 """Matches names of operators that run on a GPU only, with its work recorded or not."""
-
 
 LAUNCHES = re.compile(r"(?:cuda|cu|hip)Launch\w*Kernel")
 

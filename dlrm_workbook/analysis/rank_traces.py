@@ -20,11 +20,11 @@ import numpy as np
 import pandas as pd
 
 from dlrm_workbook.analysis.attribution import PART, as_one, in_step_order, parts_at, segments
-from dlrm_workbook.analysis.context_tree import extent, of_streams, unmeasured
+from dlrm_workbook.analysis.context_tree import extent, unmeasured
 from dlrm_workbook.ground.arrays import Floats, Ints
-from dlrm_workbook.recordings.foreign import COMMUNICATION
-from dlrm_workbook.recordings.nesting import union_ns
-from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.recordings.foreign import exchange_kernels
+from dlrm_workbook.recordings.nesting import start_and_end, union_ns
+from dlrm_workbook.recordings.profile import Profile, of_streams
 
 Ranks = Mapping[int, Profile]
 
@@ -97,10 +97,9 @@ def collective_kernels(profile: Profile) -> pd.DataFrame:
         ``what`` (the range or autograd node that asked for it), ``elements`` (of its input; NaN
         where unknown), ``group`` (the communicator's name and ranks; "" where unknown).
     """
-    named = profile.which("name", lambda name: bool(COMMUNICATION.search(name)))
-    chosen = named & profile.of_kind("kernel")
     trace = of_streams(profile)
-    trace = trace[chosen[trace["context"].to_numpy()]].sort_values("start_ns", kind="stable")
+    trace = trace[exchange_kernels(profile)[trace["context"].to_numpy()]]
+    trace = trace.sort_values("start_ns", kind="stable")
     table = trace.rename(columns={"profile": "stream"}).reset_index(drop=True)
     described = {context: _described(profile, context) for context in table["context"].unique()}
     rows_of = [described[context] for context in table["context"]]
@@ -130,8 +129,7 @@ def _described(profile: Profile, context: int) -> tuple[str, str, float]:
     above = parent[context]
     while above >= 0 and not what:
         name = str(names[above])
-        exchange = re.search(r"^(nccl|rccl|c10d)::?|^record_param_comms", name)
-        if exchange:
+        if re.search(r"^(nccl|rccl|c10d)::?|^record_param_comms", name):
             pairs = "sendrecv" in names[context].lower()
             kind = (_kind(name) or kind) if pairs else (kind or _kind(name))
             if np.isnan(elements):
@@ -306,8 +304,7 @@ def _spread_us(end: Ints) -> Floats:
     """How far the ends (n, ranks) of each collective lie apart, clocks aligned."""
     apart = pd.DataFrame(end - end[:, :1])
     apart -= apart.rolling(NEIGHBOURS, center=True, min_periods=1).median()
-    spread: Floats = (apart.max(axis=1) - apart.min(axis=1)).to_numpy() / 1e3
-    return spread
+    return (apart.max(axis=1) - apart.min(axis=1)).to_numpy() / 1e3
 
 
 class _PartClock:
@@ -319,7 +316,7 @@ class _PartClock:
         what = pieces[["where"]].assign(**{name: part[name] for name in PART})
         self.parts = what.drop_duplicates().reset_index(drop=True)
         self.code = what.merge(self.parts.reset_index(), how="left")["index"].to_numpy()
-        self.start, self.end = pieces["start_ns"].to_numpy(), pieces["end_ns"].to_numpy()
+        self.start, self.end = start_and_end(pieces)
 
     def between(self, begin: Ints, beyond: Ints) -> pd.DataFrame:
         """Microseconds in each part, (windows, parts): columns (component, phase, where)."""
@@ -363,10 +360,8 @@ def _explain(
 def rank_table(ranks: Ranks, matches: pd.DataFrame | None = None) -> pd.DataFrame:
     """What each rank did: per iteration where every rank has iterations, else in all.
 
-    NaN where not measured. ``attrs["per"]`` says which of the two it is.
-
-    Args:
-        matches: what :func:`collectives` gives.
+    NaN where not measured. ``attrs["per"]`` says which of the two it is. ``matches`` is what
+    :func:`collectives` gives.
     """
     if len(ranks) < 2:
         return unmeasured(RANK_COLUMNS, ONE)
@@ -425,13 +420,10 @@ def _gpu_ms(profile: Profile, first: int, last: int, count: int) -> dict[str, fl
     if work.empty:
         return dict.fromkeys(names, np.nan)
     context = work["context"].to_numpy()
-    kernel = profile.of_kind("kernel")[context]
-    named = profile.which("name", lambda name: bool(COMMUNICATION.search(name)))[context]
-    start, end = work["start_ns"].to_numpy(), work["end_ns"].to_numpy()
-    exchanges = kernel & named
+    kernel, exchanges = profile.of_kind("kernel")[context], exchange_kernels(profile)[context]
     busy, compute, communication, rest = (
-        union_ns(start[rows], end[rows]) / 1e6 / count
-        for rows in (np.ones(len(work), dtype=bool), kernel & ~named, exchanges, ~exchanges)
+        union_ns(*start_and_end(some)) / 1e6 / count
+        for some in (work, work[kernel & ~exchanges], work[exchanges], work[~exchanges])
     )
     return dict(zip(names, (busy, compute, communication, busy - rest), strict=True))
 

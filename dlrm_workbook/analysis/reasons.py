@@ -103,15 +103,10 @@ def _shares(row: Mapping[str, Any], gpu: Device) -> tuple[float, float]:
 
 def rate_text(row: Mapping[str, Any], gpus: Sequence[Device], is_named: bool) -> str:
     """How near the limits of these GPUs an operator runs: ``at 4.5% of the rate of bf16 products``.
-
-    Args:
-        row: of :func:`dlrm_workbook.analysis.gpu_limits.operator_rates`, with ``transformed``.
-        is_named: whether the recording names the GPU.
-
-    Returns:
-        "" where nothing can be said: of operations that no rate is known of, and of rates above the
-        data sheet's, where the precision or the GPU is another, or bytes come from a cache.
-    """
+    ``row`` is of :func:`dlrm_workbook.analysis.gpu_limits.operator_rates`, with ``transformed``;
+    ``is_named`` says whether the recording names the GPU. Returns "" where nothing can be said: of
+    operations that no rate is known of, and of rates above the data sheet's, where the precision or
+    the GPU is another, or bytes come from a cache."""
     texts = []
     for gpu in () if row["transformed"] else gpus:
         arithmetic, memory = _shares(row, gpu)
@@ -150,11 +145,8 @@ def _article(name: str) -> str:
 
 def why(row: Mapping[str, Any], gpu: Device) -> str:
     """What keeps an operator from its nearer limit on this GPU; "" where it is near or unknown.
-
-    Args:
-        row: of :func:`dlrm_workbook.analysis.gpu_limits.operator_rates`, with ``blocks`` (a
-            launch), ``notes`` and ``transformed``.
-    """
+    ``row`` is of :func:`dlrm_workbook.analysis.gpu_limits.operator_rates`, with ``blocks`` (a
+    launch), ``notes`` and ``transformed``."""
     arithmetic, memory = _shares(row, gpu)
     if row["transformed"] or arithmetic > 1 or not np.fmax(arithmetic, memory) < NEAR_LIMIT:
         return ""

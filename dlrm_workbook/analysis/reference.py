@@ -25,6 +25,7 @@ from dlrm_workbook.analysis.attribution import (
     KEYS,
     PART,
     attribute,
+    has_iterations,
     iteration_contexts,
     iteration_count,
     iteration_state,
@@ -34,13 +35,12 @@ from dlrm_workbook.analysis.attribution import (
     segments,
     step_contexts,
 )
-from dlrm_workbook.analysis.context_tree import of_streams
 from dlrm_workbook.analysis.steady import steady_state
 from dlrm_workbook.ground.arrays import Bools, Floats, Ints
 from dlrm_workbook.ground.runs import latest_run
 from dlrm_workbook.ground.units import milliseconds
-from dlrm_workbook.recordings.nesting import union_ns
-from dlrm_workbook.recordings.profile import Profile, inclusive_from_exclusive
+from dlrm_workbook.recordings.nesting import start_and_end, union_ns
+from dlrm_workbook.recordings.profile import Profile, inclusive_from_exclusive, of_streams
 from dlrm_workbook.recordings.torch import RECORDED_PASS
 
 LEAST_UNDISTURBED = 5
@@ -227,8 +227,7 @@ def reference(profile: Profile) -> Reference | None:
         return None if stored is None else Reference(**stored)
     attribution = attribute(profile)
     recorded = float(attribution["time_ms"].sum()) if len(attribution) else 0.0
-    counted = len(profile.iterations) > 0 or iteration_count(profile) > 1
-    if recorded <= 0 or not (counted or _unprofiled(profile)):
+    if recorded <= 0 or not (has_iterations(profile) or _unprofiled(profile)):
         return None
     state = iteration_state(profile)
     steady = int(state.steady.sum()) if state is not None else iteration_count(profile)
@@ -319,10 +318,7 @@ def _of_iterations(step: Reference, part_times: pd.DataFrame, steady: Ints) -> R
 
 def _paces(profile: Profile, step_ms: float) -> tuple[pd.DataFrame, Ints]:
     """Time at the reference over recorded time, by part, and the numbers of steady iterations.
-
-    Returns:
-        ``component``, ``phase``, ``where``, ``pace``; and the iterations (n,).
-    """
+    Returns ``component``, ``phase``, ``where``, ``pace``; and the iterations (n,)."""
     part_times = per_iteration(profile).set_index(KEYS)
     state = iteration_state(profile)
     numbers = np.sort(part_times["iteration"].unique())
@@ -377,7 +373,7 @@ class _Clock:
         merged = pieces.merge(paces, on=KEYS, how="left")["pace"]
         by_place = paces.groupby("where")["pace"].median()
         pace = merged.fillna(pieces["where"].map(by_place)).fillna(outside).to_numpy()
-        start, end = pieces["start_ns"].to_numpy(), pieces["end_ns"].to_numpy()
+        start, end = start_and_end(pieces)
         # nanoseconds since 1970 are more than a float holds
         self.origin = int(start[0])
         edges = np.stack([start, end], axis=1).ravel() - self.origin
@@ -454,17 +450,10 @@ def _value_factors(
 
 
 def other_times(profile: Profile, folder: Path | None = None) -> pd.DataFrame:
-    """Every other time of an iteration that was measured, and why it is not the step.
-
-    Args:
-        profile: at its reference.
-        folder: of the profile run; the newest training run of the same parameters beside it
-            is one of the times.
-
-    Returns:
-        The step first. Where no step is known, the times that the page adds up of the whole
-        recording; empty if it has one.
-    """
+    """Every other time of an iteration that was measured, and why it is not the step. ``profile``
+    is at its reference, ``folder`` is the profile run's: the newest training run of the same
+    parameters beside it is one of the times. The step comes first. Where no step is known, it is
+    the times that the page adds up of the whole recording; empty if it has one."""
     step = reference(profile)
     if step is None:
         return _of_recording(profile)
@@ -496,8 +485,7 @@ def other_times(profile: Profile, folder: Path | None = None) -> pd.DataFrame:
             count, time_ms = measured.get("iterations"), float(measured["ms_per_iteration"])
             rows.append((f"pass {measured['name']}", time_ms, count, why))
     rows += [*_added_up(profile), *_timed_apart(profile)]
-    trained = _trained(folder, profile)
-    if trained is not None:
+    if (trained := _trained(folder, profile)) is not None:
         why = "it is the median iteration of another process that ran earlier"
         rows.append(("the train run", *trained, why))
     table = pd.DataFrame(rows, columns=["what", "time_ms", "iterations", "why"])
@@ -546,7 +534,7 @@ def _added_up(profile: Profile) -> list[Time]:
     if total < (1 + ROUNDING) * busy:
         return []
     work = of_streams(profile)
-    start, end = work["start_ns"].to_numpy(), work["end_ns"].to_numpy()
+    start, end = start_and_end(work)
     cause = "work of the GPU outside of these steps counts, too"
     if work.empty or (end - start).sum() > (1 + ROUNDING) * union_ns(start, end):
         cause = "kernels and copies run at once on several streams"
@@ -561,8 +549,7 @@ def _timed_apart(profile: Profile) -> list[Time]:
     """Parts timed alone, and the whole steps timed in turns with changed ones."""
     rows: list[Time] = []
     base = (profile.meta.get("part_probes") or {}).get("base") or {}
-    alone = sum(ms for phases in base.values() for ms in phases.values())
-    if alone:
+    if alone := sum(ms for phases in base.values() for ms in phases.values()):
         why = "caches are not as the neighbouring parts leave them; nothing runs between parts"
         rows.append(("parts timed alone, added up", alone, None, why))
     together = profile.meta.get("together") or {}

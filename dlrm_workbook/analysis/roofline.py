@@ -96,15 +96,11 @@ class Limits:
         shape: tuple[int, int, int, int],
         precisions: Iterable[str],
     ) -> tuple[float, bool] | None:
-        """Least time of a matrix product, and whether it was timed at this very shape.
-
-        Args:
-            part, product, layer: which product of the model.
-            shape: batch, m, n, k.
-            precisions: names under which ceilings of this precision are recorded.
+        """Least time of a product (batch, m, n, k), and whether it was timed at this very shape.
 
         A product of the same shape counts, whichever layer it was timed for; then one of the
-        same layer timed at another size, by its rate; without one, the best rate of all.
+        same layer timed at another size, by its rate; without one, the best rate of all. Ceilings
+        of its precision are recorded under the names ``precisions``.
         """
         flops = 2.0 * math.prod(shape)
         wanted = set(precisions)
@@ -424,10 +420,9 @@ def _least_of(limits: Limits, row: Any) -> tuple[float, str, str]:
     if not row.known:
         return math.nan, "", NOT_TOLD if row.name in FORMULAS else NO_FORMULA
     precisions = _FP32 if row.precision == "fp32" else (row.precision,)
-    if (product := product_of(row.name, row.shapes)) is not None:
-        alone = limits.product_ms(product, precisions)
-        if alone is not None:  # its memory and its start are in it
-            return alone * row.calls, ARITHMETIC, ""
+    product = product_of(row.name, row.shapes)
+    if product and (alone := limits.product_ms(product, precisions)) is not None:
+        return alone * row.calls, ARITHMETIC, ""  # its memory and its start are in it
     times: dict[str, float | None] = {DISPATCH: limits.overhead_ms(False)}
     # rows that are asked for again come from a cache: what is written counts
     once = 0.5 if not row.flops and bytes_are(row.name) == ASKED_FOR else 1.0
@@ -492,11 +487,8 @@ def _seen_parts(profile: Profile, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def doubts(profile: Profile, table: pd.DataFrame) -> list[str]:
-    """Reasons not to trust the ceilings, as sentences; none where all is well.
-
-    Args:
-        table: what :func:`roofline` gives of the profile.
-    """
+    """Reasons not to trust the ceilings, as sentences; none where all is well. ``table`` is what
+    :func:`roofline` gives of the profile."""
     sentences = _known_work(profile, table)
     waited = (profile.meta.get("ceilings") or {}).get("run_queue_share")
     if waited is not None and waited > BUSY_SHARE:
@@ -532,8 +524,7 @@ def _known_work(profile: Profile, table: pd.DataFrame) -> list[str]:
     )
     each = unknown.groupby("name")["time_ms"].sum()
     largest = each[each > WORTH_NAMING * total].nlargest(3)
-    names = ", ".join(f"`{name}` ({milliseconds(time)})" for name, time in largest.items())
-    if names:
+    if names := ", ".join(f"`{name}` ({milliseconds(time)})" for name, time in largest.items()):
         sentence += f" Operators of unknown work take {silent / total:.1%}, above all {names}."
     return [sentence]
 
@@ -571,15 +562,10 @@ def least_times(
     statistics: Mapping[str, Any] | None = None,
     device: str | None = None,
 ) -> pd.DataFrame:
-    """Least time of each part by a machine's ceilings, measured or of a data sheet.
-
-    Args:
-        ceilings: in the form of ``meta["ceilings"]``; also ``devices.Device.ceilings()``.
-
-    Returns:
-        ``component``, ``phase``, ``ceiling_ms``, ``limit``, ``ceiling``. A part has NaN
-        and a ``ceiling`` that says what is missing, where none applies to it.
-    """
+    """Least time of each part by a machine's ceilings, measured or of a data sheet. ``ceilings``
+    are in the form of ``meta["ceilings"]``; also ``devices.Device.ceilings()``. Returns
+    ``component``, ``phase``, ``ceiling_ms``, ``limit``, ``ceiling``. A part has NaN and a
+    ``ceiling`` that says what is missing, where none applies to it."""
     device = device or parameters.training.device
     operators = least_operator_times(parameters, ceilings, statistics, device)
     rows = [
@@ -674,11 +660,8 @@ def precision_names(parameters: Parameters) -> tuple[str, ...]:
 
 
 def profile_parameters(profile: Profile) -> Parameters:
-    """The parameters that the profiled run had.
-
-    Raises:
-        InputError: the profile does not say, or they are not those of a model we know.
-    """
+    """The parameters that the profiled run had. An InputError says that the profile does not tell,
+    or that they are not those of a model we know."""
     sections = profile.meta.get("parameters")
     if not sections:
         raise InputError("the profile does not say with which parameters it ran")

@@ -124,11 +124,8 @@ class SteadyState:
         return float(extra / after.sum()) if after.sum() > 0 else 0.0
 
     def in_words(self, numbers: Sequence[int] | None = None) -> str:
-        """The judgement in plain sentences.
-
-        Args:
-            numbers: what each iteration (n,) is called on the page; None: 0, 1, ...
-        """
+        """The judgement in plain sentences. ``numbers`` are what each iteration (n,) is called on
+        the page; None: 0, 1, ..."""
         return " ".join(_sentences(self, numbers or range(len(self.times_ms))))
 
 
@@ -143,13 +140,9 @@ def steady_state(times_ms: npt.ArrayLike) -> SteadyState:
     * Drift: Mann-Kendall's test with Theil and Sen's slope. Two levels: the best split in two
       groups leaves less variance than any split of evenly spread values does.
 
-    Tests on ranks are widened by the correlation of neighbouring iterations.
-
-    Args:
-        times_ms: times in run order (n,), milliseconds.
-
-    Raises:
-        InputError: no times, or times that are negative or not finite.
+    Tests on ranks are widened by the correlation of neighbouring iterations. The times (n,) are in
+    run order, milliseconds. An InputError refuses no times, or times that are negative or not
+    finite.
     """
     times = np.asarray(times_ms, dtype=np.float64).ravel()
     if not len(times) or not np.isfinite(times).all() or (times < 0).any():
@@ -280,16 +273,9 @@ def _split(times: Floats) -> Bools:
 
 
 def lasting_rise(times: npt.ArrayLike, factor: float) -> int | None:
-    """The place from which on every time is longer than all before it by a factor.
-
-    Args:
-        times: in run order (n,).
-        factor: 1.5 for half as long again.
-
-    Returns:
-        The place with the largest rise, at least two times before and after it; None if the
-        times rise nowhere so.
-    """
+    """The place from which on every time is longer than all before it by a factor. ``times`` (n,)
+    are in run order, ``factor`` is 1.5 for half as long again. Returns the place with the largest
+    rise, at least two times before and after it; None if the times rise nowhere so."""
     values = np.asarray(times, dtype=np.float64)
     cuts = np.arange(2, len(values) - 1)
     rise = [values[cut:].min() / max(values[:cut].max(), 1e-12) for cut in cuts]
@@ -432,8 +418,7 @@ def _sentences(state: SteadyState, numbers: Sequence[int]) -> list[str]:
         ("Stragglers", state.stragglers, straggling),
         ("Short iterations", state.short, f"less than {milliseconds(state.least_ms)}"),
     ):
-        places = [numbers[int(row)] for row in np.flatnonzero(rows)]
-        if places:
+        if places := [numbers[int(row)] for row in np.flatnonzero(rows)]:
             many = f"{len(places)} of {count - state.first} ({listed(places)})"
             sentences.append(f"{name}: {many} took {how}.")
     if state.shift is not None:

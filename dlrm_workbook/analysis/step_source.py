@@ -57,15 +57,8 @@ class StepSource:
 
 
 class Source:
-    """The statements of a function, or of a whole file.
-
-    Args:
-        text: may be indented.
-        first: number of its first line.
-
-    Raises:
-        SyntaxError: it is not Python.
-    """
+    """The statements of a function, or of a whole file. ``text`` may be indented, its first line
+    has the number ``first``. A SyntaxError says that it is not Python."""
 
     def __init__(self, text: str, first: int) -> None:
         tree = ast.parse(textwrap.dedent(text))
@@ -95,13 +88,10 @@ class Source:
         built: set[int],
         methods: Mapping[str, set[str]] = MappingProxyType({}),
     ) -> StepSource:
-        """What makes up the loss, or an argument, that the statement on a line needs.
-
-        Args:
-            wanted: the names that count; None: all of the statement.
-            built: lines that build nodes of the backward pass.
-            methods: attributes of the object that each of its methods binds.
-        """
+        """What makes up the loss, or an argument, that the statement on a line needs. ``wanted``
+        are the names that count (None: all of the statement), ``built`` the lines that build nodes
+        of the backward pass, ``methods`` the attributes of the object that each of its methods
+        binds."""
         begin = self.at(line)
         if begin is None:
             return StepSource(set(), {line}, set())

@@ -179,10 +179,7 @@ def memory_forecast(
     parameters: Parameters, items: Sequence[MemoryItem] | None = None
 ) -> pd.DataFrame:
     """What the run will allocate. Tables of one size are one row, and so are the smallest of many.
-
-    Args:
-        items: of the forecast; left out, those of a run on the CPU.
-    """
+    ``items`` are the forecast's; left out, those of a run on the CPU."""
     table = pd.DataFrame([vars(item) for item in items or forecast_memory(parameters)])
     is_table = table["name"].str.startswith("embedding table")
     kinds = (
@@ -284,11 +281,8 @@ def intervals(folder: Path) -> pd.DataFrame:
 
 
 def evaluations(folder: Path, best: float | None = None) -> pd.DataFrame:
-    """Evaluations in metrics.jsonl: a row each, the columns of ``Evaluation``; maybe none.
-
-    Args:
-        best: the best AUC that any model can have there; it gives the column ``below_best``.
-    """
+    """Evaluations in metrics.jsonl: a row each, the columns of ``Evaluation``; maybe none. ``best``
+    is the best AUC that any model can have there; it gives the column ``below_best``."""
     lines = [line for line in _lines(folder) if line.get("kind") == "evaluation"]
     table = pd.DataFrame(lines).drop(columns="kind", errors="ignore")
     return table.assign(below_best=best - table["auc"]) if best and len(table) else table

@@ -142,8 +142,7 @@ def _why_apart(
     )
     if theirs and ours and ours | theirs != ours:
         return f"takes the place of {_named(theirs)}"
-    again = [name for name in change if name in taken and taken[name] != change[name]]
-    if again:
+    if again := [name for name in change if name in taken and taken[name] != change[name]]:
         return f"takes the place of {_named({name: taken[name] for name in again})}"
     if parameters is None:
         return "the recording does not say which parameters it ran with"
@@ -169,15 +168,10 @@ def time_changes_together(
 
     The result is ``profile.meta["together"]``, and in the saved profile; or the reason in
     ``not_measured``. Where the process that recorded the run did it (``advise`` of
-    :func:`~dlrm_workbook.recordings.measure.measure`), it is not done again. It takes about
-    15 s at the experiment's shape and, for changes of the tables, their memory twice.
-
-    Args:
-        profile: of a run on this machine, saved in ``folder / "profile"``.
-        folder: of the profile run; gets the logs.
-
-    Returns:
-        What :func:`timed_table` gives; empty, with the reason, where nothing was timed.
+    :func:`~dlrm_workbook.recordings.measure.measure`), it is not done again. It takes about 15 s at
+    the experiment's shape and, for changes of the tables, their memory twice. ``profile`` is of a
+    run on this machine, saved in ``folder / "profile"``; the folder gets the logs. Returns what
+    :func:`timed_table` gives; empty, with the reason, where nothing was timed.
     """
     if "together" in profile.meta or "together" in profile.not_measured:
         return timed_table(profile)
@@ -193,11 +187,8 @@ def time_changes_together(
 
 
 def advised_changes(profile: Profile) -> list[dict[str, Any]]:
-    """The changes that are to be timed as whole steps: all up to each advised one.
-
-    Raises:
-        InputError: there is none, or whole steps are not timed; with the reason.
-    """
+    """The changes that are to be timed as whole steps: all up to each advised one. An InputError
+    says that there is none, or why whole steps are not timed."""
     parameters = profile_parameters(profile)
     if profile.device != "cpu":
         raise InputError("whole steps under changes are timed on the CPU only")
@@ -246,8 +237,7 @@ def _in_process(
         timeout_s=parameters.profiling.timeout_s,
         progress=progress,
     ).require_success("timing the changes together")
-    together: dict[str, Any] = read_json(answer)
-    return together
+    return read_json(answer)
 
 
 def timed(profile: Profile, change: Mapping[str, Any]) -> dict[str, float] | None:
@@ -283,11 +273,8 @@ def findings_timed(profile: Profile, found: Sequence[Finding]) -> list[Finding]:
 
 
 def finding_table(found: Sequence[Finding]) -> pd.DataFrame:
-    """A row for each finding, with the one gain that its change has on a page.
-
-    Args:
-        found: what :func:`findings_timed` gives.
-    """
+    """A row for each finding, with the one gain that its change has on a page. ``found`` is what
+    :func:`findings_timed` gives."""
     columns = ["title", "component", "share_of_step", "change"]
     rows = []
     for one in found:
@@ -419,11 +406,8 @@ def _whole(time_ms: float) -> pd.DataFrame:
 
 
 def _lowest(parts: pd.DataFrame | None) -> pd.DataFrame:
-    """The least time that the machine allows, as :attr:`Stage.least`.
-
-    Args:
-        parts: ``component``, ``phase``, ``time_ms``, ``ceiling_ms``, ``limit``.
-    """
+    """The least time that the machine allows, as :attr:`Stage.least`. ``parts`` has ``component``,
+    ``phase``, ``time_ms``, ``ceiling_ms``, ``limit``."""
     if parts is None or parts.empty or not least_step(parts)["least_ms"]:
         return pd.DataFrame()
     # as in least_step, no part takes longer than it was measured to take
@@ -467,11 +451,7 @@ def _by_component(parts: pd.DataFrame, column: str) -> pd.DataFrame:
 
 
 def table(way: Sequence[Stage]) -> pd.DataFrame:
-    """A row for each stage.
-
-    Args:
-        way: what :func:`stages` gives.
-    """
+    """A row for each stage. ``way`` is what :func:`stages` gives."""
     columns = ["name", "mid_ms", "low_ms", "high_ms", "limit_ms", "basis", "note"]
     table = pd.DataFrame([{name: getattr(one, name) for name in columns} for one in way])
     table.insert(4, "speedup", way[0].mid_ms / table["mid_ms"])
@@ -479,21 +459,15 @@ def table(way: Sequence[Stage]) -> pd.DataFrame:
 
 
 def commands(way: Sequence[Stage], given: Sequence[str] = ("-f", "FILE")) -> list[str]:
-    """The commands that time the changes which nobody timed beside the step.
-
-    Args:
-        given: options that name the parameters of the run, as :func:`compare_command` takes them.
-    """
+    """The commands that time the changes which nobody timed beside the step. ``given`` are options
+    that name the parameters of the run, as :func:`compare_command` takes them."""
     untimed = [stage.change for stage in way if stage.change and stage.basis != TIMED]
     return [compare_command(change, given) for change in untimed]
 
 
 def compare_command(change: Mapping[str, Any], given: Sequence[str]) -> str:
-    """The command that times a change in turns with the parameters as they are.
-
-    Args:
-        given: the options that say which these are, such as ``-f FILE``.
-    """
+    """The command that times a change in turns with the parameters as they are. ``given`` are the
+    options that say which these are, such as ``-f FILE``."""
     options = [("-p", f"change.{name}={option_text(value)}") for name, value in change.items()]
     return shlex.join(["dlrm", "run", "compare", *given, *itertools.chain(*options)])
 
@@ -511,11 +485,8 @@ def verdict_text(
 
 
 def step_headline(profile: Profile, attribution: pd.DataFrame) -> str:
-    """What a profile says at first sight: the step's time and its largest part, in Markdown.
-
-    Args:
-        profile: at its reference.
-    """
+    """What a profile says at first sight: the step's time and its largest part, in Markdown. The
+    profile is at its reference."""
     step, largest = reference(profile), in_markdown(limit(profile, attribution))
     if step is None:
         return largest
@@ -524,12 +495,8 @@ def step_headline(profile: Profile, attribution: pd.DataFrame) -> str:
 
 def headline(findings: Sequence[Finding], way: Sequence[Stage], limit_sentence: str) -> str:
     """The verdict in a few sentences of Markdown: what limits, what to change, what it brings.
-
-    Args:
-        findings: worst first.
-        way: what :func:`stages` gives.
-        limit_sentence: what :func:`dlrm_workbook.analysis.findings.limit` gives.
-    """
+    ``findings`` are worst first, ``way`` is what :func:`stages` gives, ``limit_sentence`` what
+    :func:`dlrm_workbook.analysis.findings.limit` gives."""
     hardware = ""
     if way and len(way[0].least):
         hardware = (
@@ -550,8 +517,7 @@ def headline(findings: Sequence[Finding], way: Sequence[Stage], limit_sentence: 
 
 def _start(findings: Sequence[Finding], way: Sequence[Stage]) -> str:
     """What to change first, and what it brings; in words where no parameter of ours helps."""
-    first = next((stage for stage in way if stage.on_the_way), None)
-    if first is not None:
+    if (first := next((stage for stage in way if stage.on_the_way), None)) is not None:
         change, gain = first.change, first.speedup(way[0].mid_ms)
         how = "timed" if first.basis == TIMED else "predicted"
     else:
@@ -603,13 +569,10 @@ def document(
     roofline: pd.DataFrame,
     changes: pd.DataFrame,
 ) -> dict[str, Any]:
-    """``bottlenecks.json``: findings and attribution, with what stands behind the verdict.
-
-    Args:
-        way: what :func:`stages` gives.
-        roofline: what :func:`dlrm_workbook.analysis.roofline.roofline` gives.
-        changes: what :func:`dlrm_workbook.analysis.whatif.what_if_table` gives.
-    """
+    """``bottlenecks.json``: findings and attribution, with what stands behind the verdict. ``way``
+    is what :func:`stages` gives, ``roofline`` and ``changes`` are what
+    :func:`dlrm_workbook.analysis.roofline.roofline` and
+    :func:`dlrm_workbook.analysis.whatif.what_if_table` give."""
     step = reference(profile)
     more = {
         "headline": verdict_text(profile, attribution, found, way),

@@ -68,9 +68,9 @@ def top_down(
     """
     columns = [*TOP_DOWN, *(f"{name} (inc)" for name in also)]
     exclusive, inclusive = _values(profile, metric, within)
-    if exclusive is None or inclusive is None:
-        if exclusive is None:
-            return _unmeasured(columns, profile, metric)
+    if exclusive is None:
+        return _unmeasured(columns, profile, metric)
+    if inclusive is None:
         return unmeasured(columns, f"{metric} of a caller is not the sum over its callees")
     contexts = profile.contexts
     parent = contexts["parent"].to_numpy()
@@ -78,7 +78,7 @@ def top_down(
     joined = owner != np.arange(len(owner))
     above = np.where(parent >= 0, owner[parent], -1)
     above[joined] = -1
-    exclusive = _sums(owner, exclusive, len(owner))
+    exclusive = np.bincount(owner, exclusive, len(owner)).astype(np.float64)
     others = {}
     for name in also:
         whole = _values(profile, name, within)[1]
@@ -119,12 +119,9 @@ LINK_SHARE = 0.999
 
 
 def folded(view: pd.DataFrame, most: int = 40) -> pd.DataFrame:
-    """The largest rows of :func:`top_down`, chains of calls that only hand on in one row.
-
-    Args:
-        view: what :func:`top_down` gives.
-        most: rows that are kept, those with the most time, in their order.
-    """
+    """The largest rows of :func:`top_down`, chains of calls that only hand on in one row. ``view``
+    is what :func:`top_down` gives; at ``most`` so many rows are kept, those with the most time, in
+    their order."""
     if view.empty:
         return view
     callees = view["parent"].value_counts()
@@ -184,7 +181,7 @@ def bottom_up(
     scope = scopes_of(contexts)
     key, first = _numbered(contexts, FLAT_COLUMNS["function"])
     key = key[scope]
-    exclusive = _sums(scope, exclusive, len(scope))
+    exclusive = np.bincount(scope, exclusive, len(scope)).astype(np.float64)
     is_scope = scope == np.arange(len(scope))
     reached = np.zeros(len(exclusive))
     if inclusive is not None:
@@ -249,14 +246,9 @@ def flat(
 
     The largest exclusive value comes first. File and module are "" (line 0) where they are not
     known; ``inclusive`` is NaN for metrics without inclusive values. Empty, with the reason in
-    ``attrs["not_measured"]``, if ``metric`` was not measured.
-
-    Args:
-        by: ``function``, ``file``, ``module`` or ``line``.
-        within: as for :func:`top_down`.
-
-    Raises:
-        InputError: ``by`` is unknown.
+    ``attrs["not_measured"]``, if ``metric`` was not measured. Values are ``by`` ``function``,
+    ``file``, ``module`` or ``line``, an InputError refuses others; ``within`` is as for
+    :func:`top_down`.
     """
     if by not in FLAT_COLUMNS:
         raise InputError(f"a flat view is by {', '.join(FLAT_COLUMNS)}, not by '{by}'")
@@ -290,20 +282,12 @@ def _values(
     """(exclusive, inclusive) of every context (n,); None for what was not measured."""
     if not profile.has(metric):
         return None, None
-    has_inclusive = bool(profile.rows(metric, "inclusive").any())
-    exclusive = profile.value_table(metric, "exclusive").to_numpy(copy=True)
+    exclusive = profile.value_table(metric).to_numpy()
+    inclusive = profile.value_table(metric, "inclusive").to_numpy()
     if within is not None:
-        exclusive[~within] = 0.0
-    if not has_inclusive:
-        return exclusive, None
-    if within is not None:
-        return exclusive, inclusive_from_exclusive(profile.contexts["parent"].to_numpy(), exclusive)
-    return exclusive, profile.value_table(metric, "inclusive").to_numpy()
-
-
-def _sums(group: Ints, value: Floats, count: int) -> Floats:
-    """Sum of the values of each of ``count`` groups."""
-    return np.bincount(group, value, count).astype(np.float64)
+        exclusive = np.where(within, exclusive, 0.0)
+        inclusive = inclusive_from_exclusive(profile.contexts["parent"].to_numpy(), exclusive)
+    return exclusive, inclusive if profile.rows(metric, "inclusive").any() else None
 
 
 def _unmeasured(columns: list[str], profile: Profile, metric: str) -> pd.DataFrame:

@@ -84,10 +84,8 @@ PREDICTED += ["speedup_high", "method", "note"]
 def measured_parts(profile: Profile) -> pd.DataFrame:
     """``component``, ``phase``, ``now_ms``, ``device_ms``: parts of the step without a profiler.
 
-    ``device_ms`` is the part of ``now_ms`` in which the GPU computed.
-
-    Raises:
-        InputError: the profile names no part of a model.
+    ``device_ms`` is the part of ``now_ms`` in which the GPU computed. An InputError says that the
+    profile names no part of a model.
     """
     parts = attribute(at_reference(profile)).rename(columns={"time_ms": "now_ms"})
     if parts["component"].eq("other").all():
@@ -100,12 +98,9 @@ def measured_parts(profile: Profile) -> pd.DataFrame:
 
 
 def contention(overlap: Mapping[str, Any]) -> tuple[float, float, float]:
-    """How making a batch and the step slow each other down, by the ``overlap`` of a probe.
-
-    Returns:
-        s, the step's time while batches are made over its time alone; g, a batch's time while
-        the step runs over its time alone; the step's time alone, ms.
-    """
+    """How making a batch and the step slow each other down, by the ``overlap`` of a probe. Returns
+    s, the step's time while batches are made over its time alone; g, a batch's time while the step
+    runs over its time alone; the step's time alone, ms."""
     halves = overlap["halves"]
     alone = sum(half["alone_ms"] for half in halves.values())
     beside = sum(half["beside_ms"] for half in halves.values())
@@ -151,23 +146,17 @@ class Overlap:
         return cls(will, step, data, step_alone * scale / rest, data_alone * ratio * scale)
 
     def step_ms(self, data_ms: float, rest_ms: float) -> float:
-        """An iteration, ms.
-
-        Args:
-            data_ms, rest_ms: either after the change, as parts of the measured step scaled.
-        """
+        """An iteration, ms. ``data_ms`` and ``rest_ms`` are either after the change, as parts of
+        the measured step scaled."""
         data = data_ms if self.data_ms is None else self.data_ms
         rest = rest_ms * self.rest_scale
         return together_ms(data, rest, self.data, self.step) if self.beside else data + rest
 
 
 def together_ms(data_ms: float, rest_ms: float, data_slow: float, rest_slow: float) -> float:
-    """Time until a batch is made and the step is done, started together.
-
-    Args:
-        data_ms, rest_ms: either alone.
-        data_slow, rest_slow: how many times as long each takes while both run.
-    """
+    """Time until a batch is made and the step is done, started together. ``data_ms`` and
+    ``rest_ms`` are either alone, ``data_slow`` and ``rest_slow`` how many times as long each takes
+    while both run."""
     if data_ms * data_slow <= rest_ms * rest_slow:
         both = data_ms * data_slow
         return both + rest_ms - both / rest_slow
@@ -263,12 +252,9 @@ def work_ratios(profile: Profile, base: Parameters, changed: Parameters) -> pd.D
 def device_ratios(profile: Profile, base: Parameters, name: str) -> tuple[pd.DataFrame, str]:
     """``component``, ``phase``, ``ratio`` of device time on another GPU; which GPU was measured.
 
-    Both sides by data sheets: a measured ceiling against a printed peak would compare
-    how they were found.
-
-    Raises:
-        InputError: the profile is not of a listed GPU, or the other one is not listed or
-            too small.
+    Both sides by data sheets: a measured ceiling against a printed peak would compare how they were
+    found. An InputError says that the profile is not of a listed GPU, or that the other one is not
+    listed or too small.
     """
     other = device(name)
     if profile.device != "cuda":
@@ -367,11 +353,9 @@ def predict(
 ) -> pd.DataFrame:
     """What the step would take after one change of parameters, or after each of several.
 
-    Figures are NaN where the change cannot be predicted; ``note`` says why.
-
-    Args:
-        profile: a measured run of this project's program.
-        changes: dotted leaf to value, ``{"training.batch_size": 4096}``, or several of these.
+    Figures are NaN where the change cannot be predicted; ``note`` says why. ``profile`` is a
+    measured run of this project's program; ``changes`` are dotted leaf to value,
+    ``{"training.batch_size": 4096}``, or several of these.
     """
     asked = [changes] if isinstance(changes, Mapping) else list(changes)
     rows = []
@@ -423,8 +407,11 @@ def prediction(profile: Profile, change: Mapping[str, Any]) -> Prediction:
         if gpu is None:
             notices.append("the change touches no part of the step: its time stays")
     if gpu is not None:
+        # the device's time goes by the data sheets, the host's stays
         ratios, measured = device_ratios(profile, changed, gpu)
-        table = _on_other_gpu(table, ratios)
+        moved = _of_device(table, ratios, True)
+        error = np.hypot(table["error"], _roofline_error(moved))
+        table = table.assign(ratio=table["ratio"] * moved, error=error, method="roofline")
         notices.append(
             f"the share of its ceilings that {measured} reaches is carried over to {gpu}"
         )
@@ -452,11 +439,9 @@ def predict_change(
 ) -> Prediction:
     """Probe a change on this machine now, then predict it from the profile.
 
-    Costs about ``seconds``, the time to make the tables, and their memory (twice where
-    the change is of the tables). The profile must be of this machine and device.
-
-    Raises:
-        InputError: as :func:`prediction`.
+    Costs about ``seconds``, the time to make the tables, and their memory (twice where the change
+    is of the tables). The profile must be of this machine and device. An InputError is raised as by
+    :func:`prediction`.
     """
     from dlrm_workbook.evidence.probes import probe_changes
 
@@ -522,13 +507,6 @@ def _by_work(
     return parts.assign(ratio=ratio, error=error, method=method)
 
 
-def _on_other_gpu(table: pd.DataFrame, ratios: pd.DataFrame) -> pd.DataFrame:
-    """The device's time by the data sheets; the host's stays."""
-    moved = _of_device(table, ratios, True)
-    error = np.hypot(table["error"], _roofline_error(moved))
-    return table.assign(ratio=table["ratio"] * moved, error=error, method="roofline")
-
-
 def _of_device(parts: pd.DataFrame, ratios: pd.DataFrame, on_gpu: bool) -> np.ndarray:
     """Ratio (n,) of each row of ``parts``, on a GPU of its device time alone; 1 where unknown."""
     ratio = parts[PART].merge(ratios, on=PART, how="left")["ratio"].fillna(1.0).to_numpy()
@@ -553,12 +531,10 @@ def total(
 ) -> tuple[float, float, float]:
     """Low, mid and high of the whole step, ms.
 
-    The parts' errors are partly the same (a warm cache serves all), partly their own:
-    halfway between their sum and the root of their squares.
-
-    Args:
-        table: ``component``, ``now_ms``, ``then_ms``, ``low_ms``, ``high_ms``.
-        floor_ms: the host's own time, below which no GPU brings the step.
+    The parts' errors are partly the same (a warm cache serves all), partly their own: halfway
+    between their sum and the root of their squares. ``table`` has ``component``, ``now_ms``,
+    ``then_ms``, ``low_ms``, ``high_ms``; ``floor_ms`` is the host's own time, below which no GPU
+    brings the step.
     """
     is_data = table["component"].eq("data")
     data, rest = table.loc[is_data, "then_ms"].sum(), table.loc[~is_data, "then_ms"].sum()
@@ -580,11 +556,8 @@ def total(
 def refuse_without_work(
     profile: Profile, base: Parameters, changed: Parameters, probe: Mapping[str, Any] | None
 ) -> None:
-    """Refuse what neither probes nor work can predict.
-
-    Raises:
-        InputError: naming the leaves, and how they can be predicted.
-    """
+    """Refuse what neither probes nor work can predict. The InputError names the leaves, and how
+    they can be predicted."""
     known = KNOWN_BY_WORK | NEUTRAL
     unknown = [leaf for leaf in changed_leaves(base, changed) if leaf not in known]
     if not unknown:

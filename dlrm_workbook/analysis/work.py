@@ -33,9 +33,7 @@ AMOUNTS = ["flops", "read_bytes", "written_bytes", "gather_bytes"]
 
 
 def part_work(
-    parameters: Parameters,
-    statistics: Mapping[str, Any] | None = None,
-    device: str | None = None,
+    parameters: Parameters, statistics: Mapping[str, Any] | None = None, device: str | None = None
 ) -> pd.DataFrame:
     """Work of each part and phase in one iteration.
 
@@ -58,15 +56,10 @@ def part_work(
 
 
 def operator_work(
-    parameters: Parameters,
-    statistics: Mapping[str, Any] | None = None,
-    device: str | None = None,
+    parameters: Parameters, statistics: Mapping[str, Any] | None = None, device: str | None = None
 ) -> pd.DataFrame:
-    """Every operator of an iteration, a row each: the attributes of :class:`Work`.
-
-    Args:
-        parameters, statistics, device: as for :func:`part_work`.
-    """
+    """Every operator of an iteration, a row each: the attributes of :class:`Work`. ``parameters``,
+    ``statistics`` and ``device`` are as for :func:`part_work`."""
     on_gpu = (device or parameters.training.device).startswith("cuda")
     looked_up = lookups(parameters, statistics)
     step = _Step(parameters)
@@ -101,13 +94,9 @@ def is_fused(parameters: Parameters) -> bool:
 
 
 def lookups(parameters: Parameters, statistics: Mapping[str, Any] | None = None) -> list[Lookups]:
-    """Indices and different rows a batch, table by table.
-
-    Args:
-        statistics: ``meta["data_statistics"]``; where it lists a table, its measured
-            ``lookups_per_batch`` and ``unique_rows_per_batch`` count, else the law of the
-            generator.
-    """
+    """Indices and different rows a batch, table by table. Where ``statistics``
+    (``meta["data_statistics"]``) list a table, its measured ``lookups_per_batch`` and
+    ``unique_rows_per_batch`` count, else the law of the generator."""
     measured = {int(row["table"]): row for row in (statistics or {}).get("tables") or []}
     result = []
     for table, rows in enumerate(parameters.model.table_rows):
@@ -178,18 +167,14 @@ def expected_unique(parameters: Parameters, rows: int, count: float) -> float:
         return ReuseLaw(rows).unique(count)
     if parameters.data.generator not in ("zipf", "teacher"):
         return _unique_of_uniform(rows, count)
-    chances = _zipf_chances(rows, parameters.data.zipf_exponent)
+    edges, exponent = np.arange(1.0, rows + 2), parameters.data.zipf_exponent
+    law = np.log(edges) if exponent == 1.0 else edges ** (1.0 - exponent)
+    chances = np.diff(law) / (law[-1] - law[0])
     return float(-np.expm1(count * np.log1p(-np.minimum(chances, 1 - 1e-12))).sum())
 
 
 def _unique_of_uniform(rows: int, count: float) -> float:
     return float(-rows * np.expm1(count * np.log1p(-1.0 / rows))) if rows > 1 else min(1.0, count)
-
-
-def _zipf_chances(rows: int, exponent: float) -> np.ndarray:
-    edges = np.arange(1.0, rows + 2)
-    law = np.log(edges) if exponent == 1.0 else edges ** (1.0 - exponent)
-    return np.diff(law) / (law[-1] - law[0])
 
 
 # ---- operators ------------------------------------------------------------------------
@@ -378,7 +363,9 @@ class _TorchDense:
                 step.add("where", rows * (1 + four) + four, rows * four, flops=rows)
             self._mlp_backward(rows, top=True)
         with step.part("interaction", "backward", count):
-            self._interaction_backward(rows)
+            step.interaction.backward_work(step, rows)
+            for _ in range(step.features - 1):
+                self._table_gradient(rows)
         with step.part("bottom_mlp", "backward", count):
             self._mlp_backward(rows, top=False)
 
@@ -441,12 +428,6 @@ class _TorchDense:
         whole = rows * features * dim * element
         step.add("cat", whole, whole)
         step.interaction.forward_work(step, rows)
-
-    def _interaction_backward(self, rows: int) -> None:
-        """The gradients of the features, and of each table's vectors in one piece."""
-        self.step.interaction.backward_work(self.step, rows)
-        for _ in range(self.step.features - 1):
-            self._table_gradient(rows)
 
     def _table_gradient(self, rows: int) -> None:
         """The gradient of one table's vectors: a slice of the features', made contiguous."""

@@ -24,8 +24,8 @@ import numpy as np
 import pandas as pd
 
 from dlrm_workbook.ground.arrays import Ints
-from dlrm_workbook.recordings.nesting import stretch_at
-from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.recordings.nesting import start_and_end, stretch_at
+from dlrm_workbook.recordings.profile import Profile, of_streams, true_trace
 
 LEAST_MATCHED = 0.9
 """Share of the operations of the iterations that must have a twin."""
@@ -72,11 +72,7 @@ def operations_by_stream(profile: Profile) -> pd.DataFrame:
     """What ran on the GPUs, by stream and in the order of its begin: ``profile`` (the stream),
     ``start_ns``, ``end_ns``, ``context``, ``key``; the index is that of the trace. Intervals that
     the recording leaves open until the next one end where they truly did."""
-    streams = profile.threads.loc[profile.threads["kind"] == "gpu_stream", "profile"]
-    work = profile.trace[profile.trace["profile"].isin(streams)]
-    true_end = pd.Series(dict(profile.meta.get("overlong", [])), dtype="int64")
-    true_end = true_end[true_end.index.isin(work.index)]
-    work = work.assign(end_ns=true_end.reindex(work.index).fillna(work["end_ns"]).astype("int64"))
+    work = of_streams(profile, true_trace(profile))
     work = work.sort_values(["profile", "start_ns"], kind="stable")
     named = profile.contexts.loc[work["context"].unique(), ["kind", "name"]]
     keys = {row: operation_key(kind, name) for row, kind, name in named.itertuples()}
@@ -99,8 +95,8 @@ def launching_iteration(profile: Profile, work: pd.DataFrame) -> Ints:
         operations, rest = divmod(len(rows), len(begun.get(context, ())) or len(rows) + 1)
         if operations and not rest:
             launched[rows.to_numpy()] = np.repeat(begun[context], operations)
-    first, last = (profile.iterations[name].to_numpy() for name in ("start_ns", "end_ns"))
-    table = pd.Series(stretch_at(first, last, launched)).where(launched >= 0)
+    iteration = stretch_at(*start_and_end(profile.iterations), launched)
+    table = pd.Series(iteration).where(launched >= 0)
     stream = work["profile"].to_numpy()
     before, after = table.groupby(stream).ffill(), table.groupby(stream).bfill()
     return np.where(before == after, before, NO_ITERATION).astype(np.int64)
@@ -172,11 +168,9 @@ def align_profiles(profile: Profile, other: Profile, begins: Ints, ends: Ints) -
     """Give each GPU operation of a profile its iteration and part.
 
     Where the tools spell the arguments of templates so differently that too little has a twin,
-    kernels are compared by the names of their functions alone.
-
-    Args:
-        other: of the same program, with iterations, launches and parts (torch.profiler's).
-        begins, ends: of the host's iterations, in order, by the clock of ``profile``.
+    kernels are compared by the names of their functions alone. ``other`` is of the same program,
+    with iterations, launches and parts (torch.profiler's); ``begins`` and ``ends`` are of the
+    host's iterations, in order, by the clock of ``profile``.
     """
     ours, theirs = operations_by_stream(profile), operations_by_stream(other)
     theirs["iteration"] = launching_iteration(other, theirs)
@@ -266,8 +260,7 @@ def _next_iteration(
     places = range(place + 1, len(ours))
     marked = (later for later in places if ours[later : later + len(mark)] == mark)
     for later in islice(marked, MOST_TRIED):
-        pairs = align(ours[later : later + 2 * length], theirs, int((1 - RECOGNISED) * length))
-        if pairs:
+        if pairs := align(ours[later : later + 2 * length], theirs, int((1 - RECOGNISED) * length)):
             return later, pairs
     return place, first if len(first) >= length / 2 else []
 

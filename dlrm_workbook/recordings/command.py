@@ -149,8 +149,7 @@ def why_nothing(command: Sequence[str], done: Completed, processes: list[dict[st
             "(torch.optim.Optimizer.step), so there is no iteration to measure (what it leaves to "
             f"processes in the background is ended with it){output}"
         )
-    training = [process for process in processes if process["state"] == "training"]
-    if training:
+    if training := [process for process in processes if process["state"] == "training"]:
         return (
             f"{subject} ended while process {training[0]['pid']} was still training: it left by "
             "os._exit, or was running in the background and was ended with the command; start the "

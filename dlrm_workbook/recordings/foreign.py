@@ -27,7 +27,7 @@ from dlrm_core.parts import ITERATION_FUNCTION, parse_span
 from dlrm_workbook.ground.arrays import Bools, Ints, Names
 from dlrm_workbook.ground.marks import GROUP_PREFIX, PART_PREFIX, parse_part
 from dlrm_workbook.ground.tables import rows_of
-from dlrm_workbook.recordings.profile import nearest
+from dlrm_workbook.recordings.profile import Profile, nearest
 
 MLP = "mlp"
 """Of a name that says MLP, but not whether bottom or top; :func:`mlp_by_order` says which."""
@@ -98,6 +98,13 @@ COMMUNICATION = re.compile("|".join(one.pattern for one, _ in _rules("exchange")
 """In the names of kernels that exchange data between ranks, by the library that has them. Such
 kernels run on few multiprocessors on purpose, and most of their time is waiting for other ranks."""
 
+
+def exchange_kernels(profile: Profile) -> Bools:
+    """Which contexts (n,) are such kernels."""
+    named = profile.which("name", lambda name: bool(COMMUNICATION.search(name)))
+    return named & profile.of_kind("kernel")
+
+
 _KERNELS = ((COMMUNICATION, Named("communication")), *_rules("kernel"))
 """Kernels whose name says their part, wherever they were launched from."""
 
@@ -121,7 +128,6 @@ ENGINE_PREFIX = "autograd::engine::"
 _ENGINE = "autograd::engine::evaluate_function: "
 ACCUMULATE = "AccumulateGrad"
 """The node that adds a gradient to a parameter's: it belongs to the node before it."""
-
 
 LONGEST_MODULE = 60
 """Characters of a part that is named by a module; the rest of a longer path is left out."""
@@ -219,8 +225,7 @@ def _part(pattern: str, part: str) -> Named:
 
 
 def _annotation(name: str, file: str) -> Named | None:
-    ours = parse_span(name)
-    if ours:
+    if ours := parse_span(name):
         return Named(*ours)
     if name.startswith(GROUP_PREFIX):
         pieces = name.removeprefix(GROUP_PREFIX).split(".")
@@ -251,8 +256,7 @@ def _python(name: str, file: str) -> Named | None:
     function = name.rpartition(": ")[2].rpartition(".")[2]
     if name.startswith(MODULE_PREFIX):
         return _module(re.sub(r"_\d+$", "", name.removeprefix(MODULE_PREFIX)))
-    ours = parse_span(function)
-    if ours:
+    if ours := parse_span(function):
         return Named(*ours)
     if function in _FRAMES:
         return _FRAMES[function]

@@ -97,8 +97,7 @@ def measure(
     """
     folder = Path(folder).absolute()
     engine, why = choose_engine(parameters.profiling)
-    command = parameters.profiling.command
-    if command:
+    if command := parameters.profiling.command:
         return measure_command(command, parameters, folder, engine, why, progress)
     session = _Session(parameters, folder, progress)
     chosen = session.choose_back_end()
@@ -263,8 +262,7 @@ class _Session:
         self.run("choosing back ends", "choosing back ends", command, like_measured=True)
         choice = read_json(self.folder / output)
         self.parameters = self.parameters.with_training(**choice["training"])
-        notices: list[str] = choice["notices"]
-        return notices
+        return choice["notices"]
 
     def record(
         self, file: Path, recording: Path, *options: str, on_line: LineReader | None = None
@@ -382,8 +380,7 @@ class _Session:
             self.run("the search for evidence", "evidence", command, like_measured=True)
         except InputError as error:
             return {"not_measured": dict.fromkeys(EVIDENCE, str(error))}
-        evidence: dict[str, Any] = read_json(output)
-        return evidence
+        return read_json(output)
 
 
 class _Dialogue:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 
 import numpy as np
+import pandas as pd
 
 from dlrm_workbook.ground.arrays import Bools, Floats, Ints
 from dlrm_workbook.recordings.profile import depths
@@ -160,12 +161,9 @@ def self_times(start: Ints, end: Ints, parent: Ints) -> Ints:
 
 
 def innermost(start: Ints, end: Ints, parent: Ints, at: Ints) -> Ints:
-    """The innermost span open at each moment: index, −1 where none is open.
-
-    Args:
-        start, end, parent: nested spans of one thread, in any order.
-        at: (m,) moments, ns. A span is open from its start until before its end.
-    """
+    """The innermost span open at each moment: index, −1 where none is open. ``start``, ``end`` and
+    ``parent`` are of nested spans of one thread, in any order, ``at`` are moments (m,), ns. A span
+    is open from its start until before its end."""
     # Empty spans are never open, and sorted among others they would hide one that is.
     chosen = np.flatnonzero(end > start)
     if not len(chosen):
@@ -196,14 +194,20 @@ def stretch_at(start: Ints, end: Ints, at: Ints) -> Ints:
     return np.where(at < end[row], row, -1) if len(start) else row
 
 
+def start_and_end(rows: pd.DataFrame) -> tuple[Ints, Ints]:
+    """(``start_ns``, ``end_ns``) of rows (n,) of a trace, of iterations or the like."""
+    return rows["start_ns"].to_numpy(), rows["end_ns"].to_numpy()
+
+
+def stretches(rows: pd.DataFrame) -> tuple[Ints, Ints]:
+    """(start, end) of the stretches of time that any of some rows covers, in order."""
+    return union(*start_and_end(rows))
+
+
 def last_ends(begins: Ints, ends: Ints, row: Ints, end: Ints) -> Ints:
     """Ends of iterations on a GPU: that of their last operation, but not after the next begins.
-
-    Args:
-        begins, ends: of the iterations on the host, in order (n,).
-        row: iteration of each operation (operations,), −1 for none.
-        end: when each operation ended.
-    """
+    ``begins`` and ``ends`` (n,) are of the iterations on the host, in order, ``row`` (operations,)
+    is the iteration of each operation, −1 for none, which ended at ``end``."""
     late = ends.copy()
     np.maximum.at(late, row[row >= 0], end[row >= 0])
     late[:-1] = np.minimum(late[:-1], np.maximum(begins[1:], ends[:-1]))

@@ -21,11 +21,11 @@ from typing import IO, Any
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import open_binary
 from dlrm_workbook.recordings import cache
-from dlrm_workbook.recordings.foreign import COMMUNICATION
+from dlrm_workbook.recordings.foreign import exchange_kernels
 from dlrm_workbook.recordings.hpctoolkit.database import read_database
 from dlrm_workbook.recordings.hpctoolkit.format import DATABASE_FILES
 from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
-from dlrm_workbook.recordings.nesting import union_ns
+from dlrm_workbook.recordings.nesting import start_and_end, union_ns
 from dlrm_workbook.recordings.nsight import MAGIC, REPORTS, read_nsight
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.chrome_trace import NoTraceError, read_events
@@ -292,8 +292,7 @@ class _ShortHeader:
         self._left -= size
         if self._left < 0:
             raise tarfile.ReadError(f"a header of more than {MOST_HEADER:,} bytes")
-        data: bytes = self._file.read(size)
-        return data
+        return self._file.read(size)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
@@ -432,13 +431,11 @@ def limiting_rank(ranks: dict[int, Profile]) -> int:
 def communication_ns(profile: Profile) -> int:
     """Time in which at least one kernel of communication ran, or, where no kernel did, in which
     the thread that runs the steps was in communication, ns."""
-    kernels, trace = profile.of_kind("kernel"), profile.trace
-    chosen = kernels & profile.which("name", lambda name: bool(COMMUNICATION.search(name)))
-    if not kernels.any() and "main_thread" in profile.meta:
+    chosen, trace = exchange_kernels(profile), profile.trace
+    if not profile.of_kind("kernel").any() and "main_thread" in profile.meta:
         chosen = profile.contexts["component"].eq("communication").to_numpy()
         trace = trace[trace["profile"].eq(profile.meta["main_thread"])]
-    trace = trace[chosen[trace["context"].to_numpy()]]
-    return union_ns(trace["start_ns"].to_numpy(), trace["end_ns"].to_numpy())
+    return union_ns(*start_and_end(trace[chosen[trace["context"].to_numpy()]]))
 
 
 def _length_ns(profile: Profile) -> int:

@@ -11,13 +11,14 @@ What was not measured has no rows in ``values`` and a reason in
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -72,17 +73,13 @@ def typed(table: str, rows: Any) -> pd.DataFrame:
 
 
 def _require_columns(frame: pd.DataFrame, table: str, what: str) -> None:
-    missing = [name for name in SCHEMA[table] if name not in frame.columns]
-    if missing:
+    if missing := [name for name in SCHEMA[table] if name not in frame.columns]:
         raise InputError(f"{what} lacks the column(s) {', '.join(missing)}")
 
 
 def depths(parent: np.ndarray) -> np.ndarray:
-    """Depth of every context, roots 0, by log2(deepest) passes over whole columns.
-
-    Args:
-        parent: (n,) row of the parent, −1 for a root; in any order.
-    """
+    """Depth of every context, roots 0, by log2(deepest) passes over whole columns. ``parent`` is
+    the row of the parent (n,), −1 for a root; in any order."""
     ancestor = np.asarray(parent, dtype=np.int64).copy()
     depth = (ancestor >= 0).astype(np.int64)
     while (linked := ancestor >= 0).any():
@@ -96,10 +93,7 @@ def depths(parent: np.ndarray) -> np.ndarray:
 
 def nearest(parent: np.ndarray, marked: np.ndarray) -> np.ndarray:
     """Row (n,) of the nearest marked (n,) context at or above each, −1 where there is none.
-
-    Args:
-        parent: (n,) row of the parent, −1 for a root; in any order.
-    """
+    ``parent`` is the row of the parent (n,), −1 for a root; in any order."""
     link = np.where(marked | (parent < 0), np.arange(len(parent)), parent)
     while True:  # pointer doubling, as in depths
         further = link[link]
@@ -152,6 +146,22 @@ def matching(column: pd.Series, matches: Callable[[str], bool]) -> Bools:
 
 
 _Table = TypeVar("_Table", pd.DataFrame, np.ndarray)
+_Arguments = ParamSpec("_Arguments")
+
+
+def once(
+    make: Callable[Concatenate[Profile, _Arguments], _Table],
+) -> Callable[Concatenate[Profile, _Arguments], _Table]:
+    """A function whose table or column of a profile, see :meth:`Profile.once`, is made once for all
+    calls with the same further arguments."""
+
+    @functools.wraps(make)
+    def made(profile: Profile, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Table:
+        name = f"{make.__module__}.{make.__qualname__} {args} {kwargs}"
+        return profile.once(name, lambda: make(profile, *args, **kwargs))
+
+    return made
+
 
 _THREAD = r"thread -?\d+"
 """Beginning of the name of a thread that is named by the system's number of it."""
@@ -303,14 +313,9 @@ class Profile:
         gave them differ from run to run, and trees of two runs would have no node in common.
 
         Hatchet walks trees recursively, so for a deep tree the recursion limit of this process is
-        raised.
-
-        Args:
-            iterations: by which all values are divided. Recordings of different length are
-                comparable by a mean iteration, ``attribution.iteration_count(profile)``.
-
-        Raises:
-            MissingToolError: Hatchet is not installed.
+        raised. All values are divided by ``iterations``: recordings of different length are
+        comparable by a mean iteration, ``attribution.iteration_count(profile)``. A MissingToolError
+        says that Hatchet is not installed.
         """
         from dlrm_workbook.recordings.hatchet_frames import graph_frame
 
@@ -373,6 +378,24 @@ class Profile:
             return cls.build(**tables, meta=_checked_meta(head_file, head.get("meta") or {}))
         except InputError as error:
             raise InputError(f"{folder}: {error}") from None
+
+
+def of_streams(profile: Profile, trace: pd.DataFrame | None = None) -> pd.DataFrame:
+    """The rows of the trace that are on a GPU's streams. ``trace`` is the profile's, where it is
+    not as recorded."""
+    trace = profile.trace if trace is None else trace
+    streams = profile.threads.loc[profile.threads["kind"].eq("gpu_stream"), "profile"]
+    return trace[trace["profile"].isin(streams)]
+
+
+def true_trace(profile: Profile) -> pd.DataFrame:
+    """The trace, in which intervals that it leaves open until the next one end where they did."""
+    true_end = dict(profile.meta.get("overlong", []))
+    if not true_end:
+        return profile.trace
+    ends = profile.trace["end_ns"].copy()
+    ends.loc[list(true_end)] = list(true_end.values())
+    return profile.trace.assign(end_ns=ends)
 
 
 def _read_table(file: Path, table: str) -> pd.DataFrame:

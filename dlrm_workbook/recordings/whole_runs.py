@@ -122,11 +122,8 @@ def timed_run_ms(
     changes: Mapping[str, Any] | None = None,
     progress: ProgressCallback | None = None,
 ) -> float:
-    """Milliseconds of a mean iteration of one short run of a command, by a stopwatch.
-
-    Raises:
-        InputError: the command failed, or trained too little.
-    """
+    """Milliseconds of a mean iteration of one short run of a command, by a stopwatch. An InputError
+    says that the command failed, or trained too little."""
     with tempfile.TemporaryDirectory() as place:
         notes, logs = Path(place) / "processes", Path(place) / "logs"
         notes.mkdir()

@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 
 from dlrm_core.parts import COMPONENTS, PHASES
 from dlrm_workbook.analysis.attribution import attribute, time_unit, unattributed
-from dlrm_workbook.analysis.context_tree import of_streams
 from dlrm_workbook.analysis.gpu import kernel_table
 from dlrm_workbook.recordings.foreign import PartNames
-from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.recordings.profile import Profile, of_streams
 from dlrm_workbook.recordings.torch import steps
 from dlrm_workbook.recordings.torch.chrome_trace import STEP_PREFIX, Events, read_events
 from dlrm_workbook.recordings.torch.trace import profile_of, read_trace

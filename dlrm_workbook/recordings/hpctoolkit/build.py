@@ -104,13 +104,8 @@ def build_database(
     tools: Tools, run: RunChild, name: str, measurements: Path, wanted: Path
 ) -> Path:
     """Run hpcprof, source files left out; the folder is ``wanted`` or one with a number behind that
-    name.
-
-    Raises:
-        Failed: hpcprof died by a signal or an internal check, as it does each time on these
-            measurements.
-        MeasurementError: it failed in another way or wrote no database.
-    """
+    name. Raises Failed: hpcprof died by a signal or an internal check, as it does each time on
+    these measurements; MeasurementError: it failed in another way or wrote no database."""
     wanted = fresh_path(wanted)
     options = [tools.no_source] if tools.no_source else []
     command = [str(tools.hpcprof), "-j", str(usable_cores()), *options, "-o", str(wanted)]
@@ -186,15 +181,12 @@ def name_unnamed_modules(measurements: Path) -> int:
     name, a 4-byte line number; integers are big-endian, strings have their 4-byte length in
     front (HPCToolkit's ``src/hpcrun/logical/common.c``, ``src/hpcprof/finalizers/logical.cpp``).
 
-    Module-level code that was compiled without a file name gets a stanza with both names
-    empty, on which hpcprof ends with "FATAL: Invalid logical stanza, both names are empty!".
-    Whether a sample meets such code is chance; in short runs of torch programs it happened
-    about every second time. The time is measured all the same, so the stanza is given a name
-    instead of measuring again. Files that hpcprof can read, and those that are not
-    understood, stay as they are.
-
-    Returns:
-        How many stanzas were named.
+    Module-level code that was compiled without a file name gets a stanza with both names empty, on
+    which hpcprof ends with "FATAL: Invalid logical stanza, both names are empty!". Whether a sample
+    meets such code is chance; in short runs of torch programs it happened about every second time.
+    The time is measured all the same, so the stanza is given a name instead of measuring again.
+    Files that hpcprof can read, and those that are not understood, stay as they are. Returns how
+    many stanzas were named.
     """
     named = 0
     for path in sorted(measurements.glob("logical/*")):

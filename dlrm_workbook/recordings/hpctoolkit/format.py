@@ -196,10 +196,8 @@ class DatabaseFile:
     def string(self, pointer: int, what: str) -> str:
         """The NUL-terminated UTF-8 string at byte ``pointer``, whole.
 
-        Bytes that are not UTF-8, and control characters, appear as ``\\xNN``.
-
-        Raises:
-            DatabaseError: it starts or runs outside the file.
+        Bytes that are not UTF-8, and control characters, appear as ``\\xNN``. A DatabaseError says
+        that it starts or runs outside the file.
         """
         text = self._strings.get(pointer)
         if text is not None:

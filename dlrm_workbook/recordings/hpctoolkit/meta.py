@@ -267,16 +267,10 @@ def _read_tree(file: f4.DatabaseFile, rows_of: dict[str, Rows]) -> ContextTree:
 
 
 def _walk(file: f4.DatabaseFile, entries: npt.NDArray[Any]) -> tuple[Ints, Ints]:
-    """Find every context below the entry points, level by level.
-
-    Returns:
-        For each context the 8-byte word at which it starts and the row of its parent
-        (entry points are rows 1 to n).
-
-    Raises:
-        DatabaseError: a children array leads outside the file, is cut within a
-            record, or arrays overlap (a cycle), found by their number.
-    """
+    """Find every context below the entry points, level by level. Returns for each context the
+    8-byte word at which it starts and the row of its parent (entry points are rows 1 to n). Raises
+    DatabaseError: a children array leads outside the file, is cut within a record, or arrays
+    overlap (a cycle), found by their number."""
     words = memoryview(file.map)[: file.size // 8 * 8].cast("Q")
     limit = file.size - f4.FOOTER_BYTES
     # Records of valid files do not overlap, so there are at most this many.
@@ -308,8 +302,7 @@ def _walk(file: f4.DatabaseFile, entries: npt.NDArray[Any]) -> tuple[Ints, Ints]
                     f"the context at byte {8 * at} reaches byte {8 * after}, and its "
                     f"siblings end at byte {8 * end}"
                 )
-            children_size = words[at]
-            if children_size:
+            if children_size := words[at]:
                 starts.append(words[at + 1])
                 sizes.append(children_size)
                 rows.append(first + len(positions))

@@ -66,8 +66,7 @@ def canonical_name(name: str) -> str:
     family, colon, rest = base.partition(":")
     if family in ("GINST", "GCYCLES", "GINS"):
         family = "GINS"
-        stall = re.fullmatch(r"STL(?:[:_](\w+))?", rest)
-        if stall:
+        if stall := re.fullmatch(r"STL(?:[:_](\w+))?", rest):
             reason = stall[1] or "ANY"
             rest = f"STL_{INTEL_STALLS.get(reason, reason)}"
         elif rest == "ISU":
@@ -97,8 +96,7 @@ def canonical_names(names: Iterable[str]) -> dict[str, str]:
 def unit_of(name: str) -> str:
     """Unit of a metric's values; "" for counts."""
     name = canonical_name(name)
-    match = re.search(r" \((\w+)\)$", name)
-    if match:
+    if match := re.search(r" \((\w+)\)$", name):
         return UNITS.get(match[1], match[1])
     if name in ("GSAMP:UTIL", "GKER:OCC_THR"):
         return "%"

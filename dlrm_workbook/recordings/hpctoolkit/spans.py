@@ -264,11 +264,8 @@ def _main_thread(profile: Profile, samples: pd.DataFrame) -> int:
 
 
 def _divided(profile: Profile, samples: pd.DataFrame, work: pd.Index) -> pd.DataFrame:
-    """Exclusive values by profile, context, metric and part.
-
-    Args:
-        samples: ``profile``, ``context``, ``part`` of each row of the trace.
-        work: index of those that are GPU operations.
+    """Exclusive values by profile, context, metric and part, which ``samples`` have of each row of
+    the trace; ``work`` is the index of those that are GPU operations.
 
     A function's value, its lines' and loops' included, goes to the parts as its
     samples on that thread do: the timeline names a sample's function and line, but

@@ -121,17 +121,12 @@ def profile_from_database(database: Database, parts: Mapping[str, str] | None = 
     Metrics that do not add up (the sampling period) are left to the database. Contexts of
     several parts are divided; their copies stand behind the database's rows.
 
-    Of more threads than the tables have room for (:func:`held_threads`) the others are one
-    thread, without a trace: their sum. ``meta["left_out"]`` counts them by kind, and
+    Of more threads than the tables have room for (:func:`held_threads`) the others are one thread,
+    without a trace: their sum. ``meta["left_out"]`` counts them by kind, and
     ``meta["main_thread"]`` says which thread does most, the sum apart. ``meta["overlong"]`` lists
-    rows of the trace that last too long, each with its true end.
-
-    Args:
-        parts: pattern to part, for names that no rule knows (:class:`foreign.PartNames`).
-
-    Raises:
-        DatabaseError: the database is damaged.
-        InputError: ``parts`` names an unknown part.
+    rows of the trace that last too long, each with its true end. ``parts`` has patterns to parts,
+    for names that no rule knows (:class:`foreign.PartNames`). A DatabaseError says that the
+    database is damaged, an InputError that ``parts`` names an unknown part.
     """
     held = held_threads(database)
     metrics, values, sources = _values(database, held)

@@ -175,15 +175,10 @@ def probe(
     cuda_version: str | None = None,
     python_version: str | None = None,
 ) -> Capabilities:
-    """Say what this machine and this HPCToolkit can measure together.
-
-    Args:
-        nvidia_smi: the program that lists GPUs.
-        driver_parameters: the NVIDIA driver's parameters file.
-        cuda_version: CUDA (hence CUPTI) version that the workload brings; None:
-            that of the torch installed here.
-        python_version: that of the workload, "" if unknown; None: this process's.
-    """
+    """Say what this machine and this HPCToolkit can measure together. ``nvidia_smi`` is the program
+    that lists GPUs, ``driver_parameters`` the NVIDIA driver's parameters file. The CUDA (hence
+    CUPTI) version is the workload's, None: that of the torch installed here; so is Python's, "" if
+    unknown, None: this process's."""
     python_version = THIS_PYTHON if python_version is None else python_version
     missing: dict[str, str] = {}
     notices: list[str] = []

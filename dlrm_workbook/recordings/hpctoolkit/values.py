@@ -148,15 +148,10 @@ class ThreadProfile:
 def read_profiles(
     path: Path, kinds: list[str], metric_ids: list[int], statistic_ids: list[int]
 ) -> list[ThreadProfile]:
-    """The profiles of ``profile.db``; the first is the summary of the whole run.
-
-    Args:
-        kinds: names of identifier kinds, from ``meta.db``.
-        metric_ids, statistic_ids: ids that thread profiles and summaries may hold.
-
-    Raises:
-        DatabaseError: missing, cut short, damaged, or of another format.
-    """
+    """The profiles of ``profile.db``; the first is the summary of the whole run. ``kinds`` are
+    names of identifier kinds, ``metric_ids`` and ``statistic_ids`` those that thread profiles and
+    summaries may hold, all of ``meta.db``. A DatabaseError says that it is missing, cut short,
+    damaged, or of another format."""
     file = f4.DatabaseFile(path, "prof", b"_prof.db", ("ProfileInfos", "IdTuples"))
     _, table = file.items("ProfileInfos", "short list", "profile")
     if not len(table):

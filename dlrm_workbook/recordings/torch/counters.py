@@ -47,8 +47,7 @@ class Counters:
                 self._sample(event, name)
                 continue
             for counter, given in event["args"].items():
-                value = self._value(given)
-                if value is not None:
+                if (value := self._value(given)) is not None:
                     sums = self.ranges.setdefault((name, str(counter)), [0.0, 0.0])
                     sums[0], sums[1] = sums[0] + 1, sums[1] + value
 

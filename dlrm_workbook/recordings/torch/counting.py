@@ -97,7 +97,6 @@ class LineCounter:
         sys.settrace(self._called)
 
     def stop(self) -> None:
-        """Trace no more."""
         if sys.gettrace() == self._called:
             sys.settrace(None)
             self._close()

@@ -49,8 +49,7 @@ STARTUP = Path(__file__).resolve().parent / "startup"
 
 def install() -> None:
     """Begin to wait for optimizers, where the environment says what is to be recorded."""
-    given = os.environ.get(VARIABLE)
-    if given:
+    if given := os.environ.get(VARIABLE):
         asked = json.loads(given)
         folder, workers = Path(asked["folder"]), asked["options"].get("num_workers")
         hooks: dict[str, Callable[[ModuleType], None]] = {
@@ -121,7 +120,6 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
 
 def _watch(asked: dict[str, Any], module: ModuleType) -> None:
-    """Hook ``torch.optim.optimizer``."""
     watch = _Watch(asked)
     module.register_optimizer_step_pre_hook(watch.before)
     module.register_optimizer_step_post_hook(watch.after)
@@ -261,7 +259,6 @@ class _Watch:
         self.tell()
 
     def close(self) -> None:
-        """Write the recording."""
         from dlrm_core.base.errors import InputError
 
         assert self.session is not None

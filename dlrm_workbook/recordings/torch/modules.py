@@ -60,7 +60,6 @@ class ModuleRanges:
         self._moments: list[tuple[str, float]] = []
 
     def start(self) -> None:
-        """Hook the modules from now on."""
         if not self._group or self.missing is not None or self._hooks:
             return
         self._hooks = [
@@ -71,7 +70,6 @@ class ModuleRanges:
         ]
 
     def stop(self) -> None:
-        """Hook them no more."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

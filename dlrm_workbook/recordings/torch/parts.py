@@ -72,7 +72,6 @@ BETWEEN = {
 """Of operators that nothing names: the part between these two. The interaction joins what
 bottom MLP and embeddings gave, and its own result to the top MLP's input."""
 
-
 _COMPILED = re.compile(r"^(CompiledFunction|Torch-Compiled Region)")
 """Operators of torch.compile: one for many that it joined, of which the trace says nothing."""
 

@@ -99,13 +99,10 @@ tenth of a millisecond; the watched thread waits meanwhile."""
 
 
 class StackSampler:
-    """Samples Python stacks between :meth:`start` and :meth:`stop`.
-
-    Args:
-        thread: whose stack is read, as ``threading.get_ident()`` names it.
-        iteration_s: how long an iteration takes, about; None where that is not known.
-        others: whether the stacks of all other threads are read too.
-    """
+    """Samples Python stacks between :meth:`start` and :meth:`stop`. ``thread`` is the one whose
+    stack is read, as ``threading.get_ident()`` names it, ``iteration_s`` how long an iteration
+    takes, about (None where that is not known); ``others`` reads the stacks of all other threads
+    too."""
 
     def __init__(
         self, thread: int, iteration_s: float | None = None, *, others: bool = False
@@ -123,13 +120,11 @@ class StackSampler:
         self._thread = threading.Thread(target=self._run, name="dlrm stack sampler", daemon=True)
 
     def start(self) -> None:
-        """Begin to sample."""
         self._usual_s = sys.getswitchinterval()
         sys.setswitchinterval(min(self._usual_s, SWITCH_S))
         self._thread.start()
 
     def stop(self) -> None:
-        """Take no more samples."""
         self._over.set()
         self._thread.join()
         sys.setswitchinterval(self._usual_s)

@@ -64,7 +64,6 @@ class SeenModel:
         self._operators = SeenOperators(self._parameters, tables)
 
     def start(self) -> None:
-        """Look from now on."""
         self._hooks = [
             torch_module.register_module_forward_pre_hook(self._before),
             register_optimizer_step_pre_hook(self._steps),
@@ -72,7 +71,6 @@ class SeenModel:
         self._operators.start()
 
     def stop(self) -> None:
-        """Look no more."""
         self._operators.stop()
         for hook in self._hooks:
             hook.remove()

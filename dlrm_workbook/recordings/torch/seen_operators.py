@@ -164,7 +164,6 @@ class SeenOperators(TorchDispatchMode):
         self._runs = False
 
     def start(self) -> None:
-        """Look from now on."""
         self.__enter__()
         self._runs = True
 

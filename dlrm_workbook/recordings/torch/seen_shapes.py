@@ -32,11 +32,8 @@ _LOOKUP = re.compile(r"^\[\[(\d+), (\d+)\], \[(\d+|\*)\], \[(\d+)\](?:, \[\]){4}
 
 
 def product_of(name: str, shapes: str) -> tuple[int, int, int, int] | None:
-    """(batch, m, n, k) of an operator that multiplies matrices; None for others.
-
-    Args:
-        shapes: its inputs', as a trace has them; a size that differs from call to call is ``*``.
-    """
+    """(batch, m, n, k) of an operator that multiplies matrices; None for others. ``shapes`` are its
+    inputs', as a trace has them; a size that differs from call to call is ``*``."""
     place = LEFT_OPERAND.get(name)
     if place is None:
         return None
@@ -56,9 +53,7 @@ def product_of(name: str, shapes: str) -> tuple[int, int, int, int] | None:
 
 def lookup_of(name: str, shapes: str) -> tuple[int, int, int | None, int] | None:
     """(rows of the table, its width, lookups, bags) of pooled lookups; None for other operators.
-
-    Args:
-        shapes: as :func:`product_of` takes them. Lookups that differ from call to call are None.
+    ``shapes`` are as :func:`product_of` takes them; lookups that differ from call to call are None.
     """
     match = _LOOKUP.match(shapes) if name.startswith("aten::_embedding_bag") else None
     if match is None:

@@ -121,14 +121,11 @@ SHORTEST = 5
 class Lengths:
     """How many iterations a session has of each kind.
 
-    First ``warmup`` iterations run unmeasured, then ``profiled`` are recorded. Of
-    ``unprofiled`` ones, half run before and half after those, timed without the
-    profiler: against them its dilation is stated, and a machine that slows down or
-    speeds up meanwhile does not pass for it. In ``sampled`` ones after those the Python
-    stacks are sampled, and then the lines of one are counted.
-
-    Raises:
-        InputError: a count is impossible.
+    First ``warmup`` iterations run unmeasured, then ``profiled`` are recorded. Of ``unprofiled``
+    ones, half run before and half after those, timed without the profiler: against them its
+    dilation is stated, and a machine that slows down or speeds up meanwhile does not pass for it.
+    In ``sampled`` ones after those the Python stacks are sampled, and then the lines of one are
+    counted. An InputError says that a count is impossible.
     """
 
     profiled: int
@@ -307,11 +304,8 @@ class Session:
         return self.done >= self.total
 
     def __enter__(self) -> Session:
-        """Begin the first iteration.
-
-        Raises:
-            InputError: the folder exists or cannot be written.
-        """
+        """Begin the first iteration. An InputError says that the folder exists or cannot be
+        written."""
         self._part = self._stack.enter_context(whole_folder(self.folder, "recording"))
         self._counters = self._stack.enter_context(IterationCounters(self.device))
         if self.on_gpu:
@@ -327,12 +321,8 @@ class Session:
 
     @soon()
     def __exit__(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
-        """Write the folder; after an error there is none.
-
-        Raises:
-            InputError: the loop ended before an iteration was recorded, or its iterations are
-                too short to be measured.
-        """
+        """Write the folder; after an error there is none. An InputError says that the loop ended
+        before an iteration was recorded, or that its iterations are too short to be measured."""
         with self._stack:
             self._end_phase()
             for hooked in (self._modules, self._seen):
@@ -352,11 +342,8 @@ class Session:
             self._write()
 
     def _refuse_too_short(self) -> None:
-        """Refuse iterations of a foreign program that are hardly longer than what follows each.
-
-        Raises:
-            InputError: saying how long both take.
-        """
+        """Refuse iterations of a foreign program that are hardly longer than what follows each. The
+        InputError says how long both take."""
         cost_ms = self._counters.cost_ms()
         if self.ours or not self._plain_ms or cost_ms is None:
             return
@@ -835,11 +822,8 @@ def begin(
     detail: Detail,
     doing: Callable[[str], object] = lambda what: None,
 ) -> Session:
-    """Begin to record a program that is not ours, in whose first iterations we are.
-
-    Raises:
-        InputError: the folder exists, or the program is being profiled already.
-    """
+    """Begin to record a program that is not ours, in whose first iterations we are. An InputError
+    says that the folder exists, or that the program is being profiled already."""
     if torch.autograd._profiler_enabled():
         raise InputError(
             "the program runs torch.profiler itself, and only one profiler can record a thread: "
@@ -920,11 +904,8 @@ class record:
     @staticmethod
     @contextlib.contextmanager
     def part(said: str) -> Iterator[None]:
-        """Say which part of the step the block is, such as ``embedding`` or ``top_mlp forward``.
-
-        Raises:
-            InputError: there is no such part.
-        """
+        """Say which part of the step the block is, such as ``embedding`` or ``top_mlp forward``. An
+        InputError says that there is no such part."""
         try:
             parse_part(said)
         except ValueError as error:

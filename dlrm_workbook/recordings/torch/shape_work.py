@@ -296,22 +296,15 @@ def _convolution_backward(call: Call) -> Amounts | None:
     return wanted * operations, [(0, call.stored(0)), *moved]
 
 
-def _cudnn_backward_input(call: Call) -> Amounts | None:
-    """``cudnn_convolution_backward_input(sizes, gradient, weight, ...)``, until torch 1.10."""
-    operations = _filtered(call.shapes[1], call.shapes[2])
-    given = call.above[0] if call.above else []
+def _cudnn_backward(call: Call, wanted: int) -> Amounts | None:
+    """``cudnn_convolution_backward_input(sizes, gradient, weight, ...)`` and ``..._weight(sizes,
+    gradient, input, ...)``, until torch 1.10: the gradient of input 0 or 2 of the operator above.
+    """
+    given = call.above[wanted] if len(call.above) > wanted else []
+    operations = _filtered(call.shapes[1], call.shapes[2] if wanted == 0 else given)
     if operations is None or len(given) != len(call.shapes[2]):
         return None
-    return operations, [(1, call.stored(1)), (2, call.size(2)), (1, math.prod(given))]
-
-
-def _cudnn_backward_weight(call: Call) -> Amounts | None:
-    """``cudnn_convolution_backward_weight(sizes, gradient, input, ...)``, until torch 1.10."""
-    weight = call.above[2] if len(call.above) > 2 else []
-    operations = _filtered(call.shapes[1], weight)
-    if operations is None:
-        return None
-    return operations, [(1, call.stored(1)), (2, call.stored(2)), (2, math.prod(weight))]
+    return operations, [(1, call.stored(1)), (2, call.stored(2)), (2, math.prod(given))]
 
 
 def _grouped(call: Call) -> Amounts | None:
@@ -481,16 +474,6 @@ def _layer_norm_backward(call: Call) -> Amounts | None:
     return 0.0, [*given, *parameters[:1], (1, call.size(1)), *parameters]
 
 
-def _embedded(call: Call) -> Amounts:
-    """``embedding(table, indices)``."""
-    return _asked_for(call, 1, call.size(1) * math.prod(call.shapes[0][1:]))
-
-
-def _gathered(call: Call) -> Amounts:
-    """``gather(input, dim, index)``."""
-    return _asked_for(call, 2, call.size(2))
-
-
 def _selected(call: Call) -> Amounts | None:
     """``index_select(input, dim, index)``."""
     given, axis = call.shapes[0], call.value(1)
@@ -557,8 +540,8 @@ PRODUCTS = _formulas(
         "convolution": _convolution,
         "attention": _attention,
         "convolution_backward": _convolution_backward,
-        "cudnn_backward_input": _cudnn_backward_input,
-        "cudnn_backward_weight": _cudnn_backward_weight,
+        "cudnn_backward_input": functools.partial(_cudnn_backward, wanted=0),
+        "cudnn_backward_weight": functools.partial(_cudnn_backward, wanted=2),
     }
 )
 """Operators of which operations are counted. Of nested ones the innermost counts."""
@@ -572,9 +555,10 @@ TRAFFIC = _formulas(
         "softmax": _softmax,
         "layer_norm": _layer_norm,
         "layer_norm_backward": _layer_norm_backward,
-        "embedding": _embedded,
+        # embedding(table, indices), gather(input, dim, index)
+        "embedding": lambda call: _asked_for(call, 1, call.size(1) * math.prod(call.shapes[0][1:])),
         "selected": _selected,
-        "gathered": _gathered,
+        "gathered": lambda call: _asked_for(call, 2, call.size(2)),
         "indexed": _indexed,
         "index_added": _index_added,
     }
@@ -614,7 +598,8 @@ _TWINS = {
     "aten::cat": re.compile("CatBackward|StackBackward"),
     "aten::_cat": re.compile("CatBackward|StackBackward"),
     "aten::stack": re.compile("StackBackward"),
-    **dict.fromkeys(CONVOLUTIONS, re.compile("ConvolutionBackward")),
+    # begun by the library that ran the forward
+    **dict.fromkeys(CONVOLUTIONS, re.compile("(Cudnn|Miopen|Slow|Thnn)?ConvolutionBackward")),
     "aten::index": re.compile("IndexBackward"),
 }
 """Operators whose result is known by their backward node, whose input is its gradient."""
@@ -761,7 +746,7 @@ def _twins(host: pd.DataFrame, rows: Ints) -> Names:
             continue
         calls = host.iloc[numbered[places]][["line", "sequence"]].assign(place=places)
         calls = calls.drop_duplicates(["line", "sequence"], keep=False)
-        alike = [name for name in backward["name"].unique() if pattern.match(_bare(name))]
+        alike = [name for name in backward["name"].unique() if pattern.match(name)]
         nodes = backward[backward["name"].isin(alike)].drop_duplicates("sequence", keep=False)
         nodes = nodes[["sequence", "shapes", "types"]]
         twins = calls.merge(nodes[nodes["shapes"].ne("")], on="sequence").astype(object)
@@ -782,11 +767,6 @@ def _shapes_below(host: pd.DataFrame, rows: Ints) -> Names:
     has_inner = np.isin(rows, first.index)
     texts[has_inner] = first.reindex(rows[has_inner])
     return texts
-
-
-def _bare(text: str) -> str:
-    """A node's name without the library that ran its forward."""
-    return re.sub(r"^(Cudnn|Miopen|Slow|Thnn)(?=Conv)", "", text)
 
 
 def shape_metrics(host: pd.DataFrame, count: int) -> dict[str, Floats]:

@@ -607,8 +607,7 @@ class _Builder:
                 "they moved: bytes and GB/s are of the others.",
             ]
         meta["not_measured"] = {name: why for name, why in missing.items() if name not in metrics}
-        over_time = curves(self.memory)
-        if over_time:
+        if over_time := curves(self.memory):
             meta["memory"] = over_time
         elif len(self.memory):
             meta["not_measured"]["memory"] = "the trace has sizes of allocations, but no totals"

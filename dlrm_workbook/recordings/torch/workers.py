@@ -85,7 +85,6 @@ class WorkerSamples:
                 self._asked.mkdir(parents=True)
 
     def stop(self) -> None:
-        """Have them sample no more."""
         with contextlib.suppress(OSError):
             self._asked.rename(self._over)
 

@@ -24,7 +24,7 @@ from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import read_json, write_json
 from dlrm_core.base.text import counted
 from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
-from dlrm_workbook.analysis.attribution import as_one, attribute
+from dlrm_workbook.analysis.attribution import as_one, attribute, has_iterations
 from dlrm_workbook.analysis.changes import (
     apply_change,
     change_steps,
@@ -38,7 +38,6 @@ from dlrm_workbook.analysis.compare import (
     compare_parts,
     device_differences,
     differing,
-    has_iterations,
     likeness,
     mixed_causes,
     part_estimates,
