@@ -515,6 +515,22 @@ def sections() -> Iterable[tuple[str, str, str]]:
         "over the four comparisons); no other difference is visible.",
         series([{"series": f"{one['optimizer']}, {one['precision']}"} | one for one in narrow]),
     )
+    traces = read("readers")
+    yield (
+        "Reading a chrome trace, beside two other tools",
+        f"{measured('readers')} `{traces['trace']}` repeated to {traces['megabytes']:,.0f} MB, "
+        f"{traces['events']:,} events; median of {traces['rounds']} rounds in turns, from a "
+        "process's start to its figures of the GPU's busy time (ours: all that `inspect` says).",
+        picked(
+            traces["readers"],
+            {
+                "reader": "reader",
+                "seconds": "seconds",
+                "times ours": lambda row: interval(row["times_ours"], row["least"], row["most"]),
+                "peak memory of the process (GiB)": "gib",
+            },
+        ),
+    )
     yield "Data sets", measured("datasets", "generation"), figures(read("datasets"))
     yield "HPCToolkit databases", measured("database"), databases()
     yield "Evaluations and checkpoints in the loop", measured("hooks"), figures(read("hooks"))

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,9 @@ def main() -> None:
         )
         print(rows[-1])
     if options.json:
-        facts = {"machine": machine_facts(), "versions": versions(), "trace": options.trace.name}
+        command = f"python benchmarks/readers.py {options.trace.name} --peers PYTHON"
+        facts = {"command": command, "date": f"{date.today()}", "machine": machine_facts()}
+        facts |= {"versions": versions(), "trace": options.trace.name}
         facts |= {"megabytes": options.megabytes, "events": events, "rounds": options.rounds}
         write_json(Path(options.json), {**facts, "readers": rows})
 
