@@ -11,8 +11,6 @@ so from 50 to 90 (first to last GPU operation) the GPU is idle 75..80, while the
 thread is in ``embedding_forward``; over the whole trace it is idle 65 us.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

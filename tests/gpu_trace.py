@@ -11,8 +11,6 @@ One iteration of 100 us on the host::
 so the device is busy 32..66 and 70..95 (59 us) and idle for the other 41 us.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Calling contexts for written HPCToolkit databases: a tree given, or a random one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Profiles made of rows: a test says what matters to it, everything else has a plain value."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -14,8 +14,6 @@ small tables; their predictions must be those of one process, bit for bit.
 ``--part`` runs one part; the file keeps the others. ``--short`` runs less of each part.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """What a run asks of the machine."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Wukong's interaction against the paper's formulas, and everything else that asks a kind."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The benchmark notebook: tables from a document, figures, and the page."""
 
-from __future__ import annotations
-
 import json
 import math
 from functools import partial

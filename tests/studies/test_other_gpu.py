@@ -1,7 +1,5 @@
 """A recording on another GPU, by data sheets; held against recordings where they have a pair."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

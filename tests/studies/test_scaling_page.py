@@ -1,7 +1,5 @@
 """The scaling page: what it asks for, measures without TorchRec, says and draws."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """N seeds: fresh processes, resumed, summed up, drawn."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

@@ -1,7 +1,5 @@
 """Training to a target: what it took, MLPerf's log of it, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Parts of GPU work by its order: planted sequences, and real traces turned into HPCToolkit's."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 

@@ -1,7 +1,5 @@
 """A seeded part of the campaigns in tests/campaigns: hostile files are read or refused."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

@@ -1,7 +1,5 @@
 """Every instant of an iteration goes to one part, and the sums hold."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import FrameType

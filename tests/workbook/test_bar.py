@@ -1,7 +1,5 @@
 """The one progress bar: what it counts, what it says, and that nothing depends on it."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

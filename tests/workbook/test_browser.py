@@ -1,7 +1,5 @@
 """Pages and notebooks as a reader meets them: in a browser, with the network off."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -1,7 +1,5 @@
 """What a run needs: against what runs take, by the formulas, and where it fits."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import resource

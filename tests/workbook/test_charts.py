@@ -1,7 +1,5 @@
 """Charts of a page in use: hovering, zooming, searching, narrow windows, the keyboard."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Chrome traces of any program: what is read of them, and what in them is named as wrong."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """Comparisons of finished runs and of a change: parts, trees, verdicts, what is drawn."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """Intervals and scaling laws: known values, planted laws, and how often they are right."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

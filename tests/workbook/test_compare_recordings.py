@@ -1,7 +1,5 @@
 """Two recordings of any programs side by side: device, host and idle time; what makes a ratio."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Changes as people write them, and runs in turns."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The database reader against stored figures and against the writer."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """A full disk, a reader that went away, a process that was killed: sentences, and nothing lost."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 """``dlrm export``: what other viewers are given is what the recording holds."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import tempfile

@@ -1,7 +1,5 @@
 """Rules of the GPU on traces made by hand: synchronisation, copies, launches, tensor cores."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

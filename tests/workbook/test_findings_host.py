@@ -1,7 +1,5 @@
 """Rules on the system's counters: each fires on its cause, names it, and is silent else."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

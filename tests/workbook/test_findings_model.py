@@ -1,7 +1,5 @@
 """Rules on the model's parts: operators, tables, settings that were probed and found faster."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pandas as pd

@@ -1,7 +1,5 @@
 """Rules that read the user's lines and what one iteration showed: a program with many faults."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections import Counter

@@ -1,7 +1,5 @@
 """Traces of programs that are not ours: parts, steps and kernels, of real and of small ones."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import tarfile

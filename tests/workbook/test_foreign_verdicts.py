@@ -1,7 +1,5 @@
 """Verdicts on small recordings of other programs: nothing is claimed that they do not hold."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

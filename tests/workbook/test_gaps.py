@@ -1,7 +1,5 @@
 """Time of the training thread outside of operators: which part it belongs to."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 import pytest

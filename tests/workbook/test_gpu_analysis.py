@@ -1,7 +1,5 @@
 """Kernels, copies, stalls, idleness with blame, lanes, and how they are drawn."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

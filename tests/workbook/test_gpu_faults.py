@@ -3,8 +3,6 @@
 All of it is ``tests/campaigns/gpu_faults.py``, whose results are in ``benchmarks/results``.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from itertools import zip_longest

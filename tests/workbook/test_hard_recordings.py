@@ -1,7 +1,5 @@
 """Recordings that are long, broken, or odd in one way: they take their time, and no more."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import time

@@ -1,7 +1,5 @@
 """``dlrm help``: what is described where it is defined, printed from there."""
 
-from __future__ import annotations
-
 import re
 import runpy
 from dataclasses import fields

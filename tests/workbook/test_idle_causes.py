@@ -1,7 +1,5 @@
 """Each idle instant has one cause, and the causes add up."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import gpu_trace

@@ -1,7 +1,5 @@
 """``dlrm inspect``: every figure of the real recordings against the raw events' own."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

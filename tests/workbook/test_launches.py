@@ -1,7 +1,5 @@
 """Launches meet their kernels, the queue is counted, and a launch-bound GPU is named."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``--like``: facebookresearch/dlrm's command line becomes the same training here."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -1,7 +1,5 @@
 """Lines of the user's code: their time, roles and counts, in a program that knows them."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

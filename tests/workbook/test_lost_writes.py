@@ -3,8 +3,6 @@
 The campaign (tests/campaigns/lost_writes.py) in small, and that it notices what is not synced.
 """
 
-from __future__ import annotations
-
 import random
 import shutil
 

@@ -1,7 +1,5 @@
 """Whatever was recorded opens by one function, or is refused in one sentence."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

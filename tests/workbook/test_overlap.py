@@ -1,7 +1,5 @@
 """Hidden and exposed time of copies, communication and making data."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import gpu_trace

@@ -1,7 +1,5 @@
 """Programs that are not ours: measured without being edited, and recorded by two lines."""
 
-from __future__ import annotations
-
 import gzip
 import itertools
 import json

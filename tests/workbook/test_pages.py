@@ -1,7 +1,5 @@
 """Pages: self-contained, complete, and made of nothing that a browser would load."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Probes: what a change touches, which half is run, what comes back."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import threading

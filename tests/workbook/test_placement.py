@@ -1,7 +1,5 @@
 """Tables in two places: the same training as with all of them in one."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Children: run, watched, and ended with the process that started them."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -1,7 +1,5 @@
 """The line that says how far ``dlrm run`` is: on a terminal, in a log, with and without a count."""
 
-from __future__ import annotations
-
 import io
 import json
 import time

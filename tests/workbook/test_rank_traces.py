@@ -1,7 +1,5 @@
 """Several ranks' traces: matched collectives, waiting told from transfer, the late rank named."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One step on a page: parts, trees, tables and the timeline add up to it, and it says which."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Parts against the ceilings of their machine."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

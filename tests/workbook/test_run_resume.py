@@ -1,7 +1,5 @@
 """A comparison or a measurement that was killed goes on where it was."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Bytes and operations of operators by their shapes, against counts by hand and torch's own."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """Warm-up and stragglers that were planted are found; ordinary scatter is left alone."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Sweeps: the grid, its errors, running to the end whatever happens, resuming."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import math

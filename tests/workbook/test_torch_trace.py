@@ -1,7 +1,5 @@
 """torch.profiler's traces: nesting, agreement with key_averages, GPU work, bad input."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

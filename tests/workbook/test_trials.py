@@ -1,7 +1,5 @@
 """Remedies that are switched on and off in a running program that nobody edited."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

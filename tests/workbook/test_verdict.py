@@ -1,7 +1,5 @@
 """The way from the measured step to the machine's limit, and the sentence above it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The verdict on recordings of a GPU: idle time, cautions, shares and gains within their bounds."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

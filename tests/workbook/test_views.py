@@ -1,7 +1,5 @@
 """Top-down, bottom-up and flat views: sums, recursion, and agreement with plain loops."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from pathlib import Path

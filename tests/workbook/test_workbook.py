@@ -1,7 +1,5 @@
 """Running notebooks: folders, run.json, parameters, failures, interruptions."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json
