@@ -71,7 +71,7 @@ def _run(with_stack: bool, path: Path) -> Profile:
 
 @pytest.fixture()
 def gpu(tmp_path: Path) -> Profile:
-    return read_trace(gpu_trace.write(tmp_path / "trace.json", gpu_trace.events()))
+    return gpu_trace.read(tmp_path, gpu_trace.events())
 
 
 def times(attribution: pd.DataFrame) -> dict[tuple[str, str, str], float]:

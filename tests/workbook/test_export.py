@@ -130,11 +130,11 @@ def test_no_two_events_of_a_track_overlap(drawn: list[tuple[int, int, str]]) -> 
     events = gpu_trace.events()
     for number, (start, length, what) in enumerate(drawn):
         if what == "o":
-            events.append(gpu_trace._span("cpu_op", "a", start, start + length))
+            events.append(gpu_trace.operator("a", start, start + length))
         else:
             kind = {"k": "kernel", "c": "gpu_memcpy"}[what]
             end = start + length
-            events.append(gpu_trace._on_gpu(kind, "b", start, end, 7, correlation=1000 + number))
+            events.append(gpu_trace.on_gpu(kind, "b", start, end, 7, correlation=1000 + number))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         path.write_text(json.dumps({"traceEvents": events}))

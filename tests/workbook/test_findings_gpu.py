@@ -34,7 +34,7 @@ class Trace:
         self.correlation = 100
 
     def host(self, category: str, name: str, start: float, end: float, **args: Any) -> None:
-        self.events.append(gpu_trace._span(category, name, start, end, **args))
+        self.events.append(gpu_trace.span(category, name, start, end, **args))
 
     def launch(self, at: float, name: str, start: float, end: float, **args: Any) -> None:
         """A call of 2 us on the host and what it runs on the device."""
@@ -45,7 +45,7 @@ class Trace:
         category = "gpu_memcpy" if copy else "kernel"
         stream = 9 if copy else 7
         self.events.append(
-            gpu_trace._on_gpu(
+            gpu_trace.on_gpu(
                 category, name, start, end, stream, correlation=self.correlation, **args
             )
         )
@@ -224,7 +224,7 @@ def test_time_that_the_profiler_takes_for_itself_is_named_as_its_own(
         trace.launch(begin + 5, "sm90_bf16_gemm", begin + 10, begin + 500)
         called = (begin + 505, begin + 950) if in_call else (begin + 505, begin + 506)
         trace.host("cuda_runtime", "cudaLaunchKernel", *called, correlation=900 + number)
-        trace.events.append(gpu_trace._span("overhead", name, begin + 510, begin + 910, tid=999))
+        trace.events.append(gpu_trace.span("overhead", name, begin + 510, begin + 910, tid=999))
         trace.launch(begin + 955, "sm90_bf16_gemm", begin + 960, begin + 990)
     rules = found(trace.read())
     named = in_call and name == "Activity Buffer Request"
@@ -397,7 +397,7 @@ def test_pages_of_unified_memory_are_no_launches_and_the_reason_of_gaps(trace: T
     for number in range(150):
         at = 60 + 100.0 * number
         trace.events.append(
-            gpu_trace._on_gpu("gpu_memcpy", "Memcpy DtoH (unified memory)", at, at + 5, 9, bytes=9)
+            gpu_trace.on_gpu("gpu_memcpy", "Memcpy DtoH (unified memory)", at, at + 5, 9, bytes=9)
         )
     rules = found(trace.read())
     assert "launch_bound" not in rules
@@ -741,7 +741,7 @@ def test_launches_that_wait_for_their_kernels(trace: Trace, blocking: bool) -> N
             to = {"correlation": trace.correlation}
             returned = at + 60 if blocking else at + 2
             trace.host("cuda_runtime", "cudaLaunchKernel", at, returned, **to)
-            trace.events.append(gpu_trace._on_gpu("kernel", "sm90_gemm", at + 3, at + 55, 7, **to))
+            trace.events.append(gpu_trace.on_gpu("kernel", "sm90_gemm", at + 3, at + 55, 7, **to))
     rules = found(trace.read())
     assert ("blocking_launches" in rules) == blocking
     if blocking:

@@ -26,11 +26,11 @@ from dlrm_workbook.show.gpu import DRAWN_LANES, lane_timeline
 
 def span(category: str, at: float, length: float, named: str = "aten::mm", /, **more: Any) -> Any:
     fields = {name: more.pop(name) for name in ("tid", "ph", "id") if name in more}
-    return gpu_trace._span(category, named, at, at + length) | fields | {"args": more}
+    return gpu_trace.span(category, named, at, at + length) | fields | {"args": more}
 
 
 def kernel(at: float, length: float, number: int, stream: int = 7) -> Any:
-    return gpu_trace._on_gpu("kernel", "gemm", at, at + length, stream, correlation=number)
+    return gpu_trace.on_gpu("kernel", "gemm", at, at + length, stream, correlation=number)
 
 
 def launched(i: int) -> list[Any]:

@@ -24,7 +24,7 @@ def trace_of(rank: int | None, world: int = 2, wait: float = 0.0) -> bytes:
     """One rank's trace; ``wait`` us more in its collective."""
     events = gpu_trace.events()
     events[-3]["args"]["correlation"] = 200
-    kernel = gpu_trace._on_gpu("kernel", "ncclKernel_AllReduce", 96, 97 + wait, 9, correlation=105)
+    kernel = gpu_trace.kernel("ncclKernel_AllReduce", 96, 97 + wait, 105, 9)
     document = {"traceEvents": [*events, kernel]}
     if rank is not None:
         document["distributedInfo"] = {"rank": rank, "world_size": world, "backend": "nccl"}

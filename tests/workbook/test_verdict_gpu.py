@@ -220,9 +220,8 @@ def test_an_unmeasured_host_is_one_row_of_idle_time(trace: Trace) -> None:
 
 
 def test_host_time_stands_beside_the_gpus(tmp_path: Path) -> None:
-    from dlrm_workbook.recordings.torch.trace import read_trace
 
-    profile = read_trace(gpu_trace.write(tmp_path / "trace.json", gpu_trace.events()))
+    profile = gpu_trace.read(tmp_path, gpu_trace.events())
     beside = device_beside_host(profile).set_index(["component", "phase"])
     # the drawing in gpu_trace: loss on the host 60..98, on the GPU 70..95
     assert beside.loc[("loss", "forward")].to_dict() == pytest.approx(
