@@ -14,6 +14,11 @@ CONTEXT |= {"component": "other", "phase": ""}
 BOTH = ("exclusive", "inclusive")
 
 
+def bare_profile(**meta: Any) -> Profile:
+    """A profile that says something of itself and holds nothing."""
+    return Profile.build(contexts=None, metrics=None, values=None, threads=None, meta=meta)
+
+
 def profile_of_rows(
     contexts: Mapping[str, Any],
     values: Sequence[tuple[int, int, str, str, float]] = (),

@@ -186,13 +186,8 @@ def test_buffers_have_room_where_bags_vary_and_none_where_they_do_not():
     varying = batch_of(0)
     lookups = varying.indices.numel()
     assert static_batch(varying).indices.numel() == lookups + lookups // 16
-    fixed = Batch(
-        torch.zeros(4, 5),
-        torch.zeros(24, dtype=torch.int64),
-        torch.arange(0, 12, 3).repeat(2, 1),
-        (0, 12, 24),
-        torch.zeros(4, 1),
-    )
+    indices, offsets = torch.zeros(24, dtype=torch.int64), torch.arange(0, 12, 3).repeat(2, 1)
+    fixed = lookups(indices, offsets, (0, 12, 24))
     assert static_batch(fixed).indices.numel() == 24
 
 

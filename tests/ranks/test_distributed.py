@@ -5,13 +5,14 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from small_terabyte import deepspark, make_terabyte
-from small_training import stored, whole_checkpoint
+from small_training import sections_with, stored, whole_checkpoint
 
 from dlrm_core.base.errors import InputError, MissingToolError
 from dlrm_core.config import load_parameters, parameters_from_sections
@@ -39,29 +40,18 @@ needs_torchrec = pytest.mark.skipif(
 )
 
 
-def sections(model=None, data=None, **training):
-    return {
-        "model": {
-            "bottom_mlp": "5-12-16",
-            "top_mlp": "12-1",
-            "embedding_dim": 16,
-            "table_rows": [50, 3, 200, 65],
-            "loss": "bce",
-        }
-        | (model or {}),
-        "data": {"indices_per_lookup": 4, "round_targets": True} | (data or {}),
-        "training": {
-            "batch_size": 32,
-            "batches": STEPS,
-            "learning_rate": 0.1,
-            "threads": 1,
-            "device": "cpu",
-            "rank_timeout_s": 60.0,
-        }
-        | training,
-    }
-
-
+SECTIONS = {
+    "model": {
+        **{"bottom_mlp": "5-12-16", "top_mlp": "12-1", "embedding_dim": 16},
+        **{"table_rows": [50, 3, 200, 65], "loss": "bce"},
+    },
+    "data": {"indices_per_lookup": 4, "round_targets": True},
+    "training": {
+        **{"batch_size": 32, "batches": STEPS, "learning_rate": 0.1, "threads": 1},
+        **{"device": "cpu", "rank_timeout_s": 60.0},
+    },
+}
+sections = partial(sections_with, SECTIONS)
 RUNS = {
     # name: (changes, how every table is to be divided; None: the planner's choice)
     "table_wise": (sections(sharding="table_wise"), {"table_wise"}),

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interaction_layers import cross_layer
-from small_training import THREE_TABLES
+from small_training import THREE_TABLES, parameters_with
 
 from dlrm_core.base.errors import InputError, MissingToolError
 from dlrm_core.config import parameters_from_sections
@@ -191,14 +192,12 @@ def test_real_contestants_compute_the_same(monkeypatch):
 DCN = {"interaction": "dcn", "dcn_layers": 3, "dcn_rank": 5}
 
 
-def small(model=None, **training):
-    return parameters_from_sections(
-        {
-            "model": THREE_TABLES | (model or {}),
-            "data": {"indices_per_lookup": 10},
-            "training": {"batch_size": 64, "seed": 5, "learning_rate": 0.05} | training,
-        }
-    )
+SECTIONS = {
+    "model": THREE_TABLES,
+    "data": {"indices_per_lookup": 10},
+    "training": {"batch_size": 64, "seed": 5, "learning_rate": 0.05},
+}
+small = partial(parameters_with, SECTIONS)
 
 
 @pytest.mark.parametrize("features", [2, 3, 9])
