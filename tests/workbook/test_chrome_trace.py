@@ -207,9 +207,7 @@ def test_invalid_events_are_repaired_or_left_out_and_counted(tmp_path: Path) -> 
 
 @settings(max_examples=25)
 @given(st.integers(20, 400), st.integers(500, 3000), st.booleans(), st.integers(1, 3))
-def test_windows_of_any_size_give_the_same(
-    piece: int, ahead: int, packed: bool, processes: int
-) -> None:
+def test_windows_of_any_size_give_the_same(piece, ahead, packed, processes) -> None:
     import tempfile
 
     nested = gpu_trace.span("cpu_op", "aten::mm", 0, 5, given=[{"a": 1}, {"b": ["}, {"]}])
@@ -346,9 +344,7 @@ def test_a_real_trace_that_is_cut_short_is_refused(tmp_path: Path, name: str) ->
             open_recording(path)
 
 
-def test_bombs_and_pipes_and_depths_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bombs_and_pipes_and_depths_are_refused(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(json_stream, "UNSUSPICIOUS", 1 << 20)
     bomb = tmp_path / "bomb.json.gz"
     bomb.write_bytes(gzip.compress(b'{"traceEvents": [' + b" " * (12 << 20)))

@@ -92,9 +92,7 @@ def test_a_call_tree_adds_up_to_the_recording() -> None:
 
 
 @pytest.mark.parametrize("to", ["perfetto", "speedscope"])
-def test_the_command_writes_a_whole_file_and_names_it(
-    to: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_a_whole_file_and_names_it(to, tmp_path, capsys) -> None:
     run = sample_profile().save(tmp_path / "profile")
     plain, packed = tmp_path / "out.json", tmp_path / "out.json.gz"
     for target in (plain, packed):
@@ -105,9 +103,7 @@ def test_the_command_writes_a_whole_file_and_names_it(
     assert document["traceEvents" if to == "perfetto" else "profiles"]
 
 
-def test_what_has_no_timeline_is_refused_with_the_other_way(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_has_no_timeline_is_refused_with_the_other_way(tmp_path, capsys) -> None:
     whole = sample_profile()
     tables = {n: getattr(whole, n) for n in ("contexts", "metrics", "values", "threads")}
     run = Profile.build(meta=whole.meta, **tables).save(tmp_path / "profile")

@@ -103,9 +103,7 @@ def growing(trace: Trace, lengths: list[list[float]]) -> None:
 SLOW, FAST = [500.0, 460.0], [250.0, 230.0]
 
 
-def test_a_gpu_that_becomes_slower_is_named_with_the_iteration_and_the_factor(
-    trace: Trace,
-) -> None:
+def test_a_gpu_that_becomes_slower_is_named_with_the_iteration_and_the_factor(trace) -> None:
     growing(trace, [FAST, FAST, FAST, SLOW, SLOW, SLOW])
     first = listed(trace.read())[0]
     assert first.id == "slower_gpu" and "from iteration 4 of 6 on" in first.title
@@ -216,9 +214,7 @@ def test_work_behind_a_function_of_the_host_is_no_other_process(trace: Trace, be
         ("Lazy Function Loading", True),
     ],
 )
-def test_time_that_the_profiler_takes_for_itself_is_named_as_its_own(
-    trace: Trace, name: str, in_call: bool
-) -> None:
+def test_time_that_the_profiler_takes_for_itself_is_named_as_its_own(trace, name, in_call) -> None:
     for number in range(STEPS):
         begin = trace.step(number)
         trace.launch(begin + 5, "sm90_bf16_gemm", begin + 10, begin + 500)
@@ -369,9 +365,7 @@ def test_launches_that_all_take_long_load_nothing(trace: Trace) -> None:
 
 
 @pytest.mark.parametrize("name", ["copy(float*, int)", "at::native::copy_kernel<float>"])
-def test_kernels_of_no_framework_are_not_judged_by_their_bare_names(
-    trace: Trace, name: str
-) -> None:
+def test_kernels_of_no_framework_are_not_judged_by_their_bare_names(trace, name) -> None:
     for begin in trace.steps("mine"):
         trace.launch(begin + 2, name, begin + 5, begin + 990)
     assert ("layout_copies" in found(trace.read())) == name.startswith("at::")
@@ -613,9 +607,7 @@ def test_one_call_goes_before_launches_that_take_more_in_all(trace: Trace) -> No
 
 
 @pytest.mark.parametrize("sorted_in", [(3,), (), (0, 1, 2, 3, 4, 5, 6)])
-def test_what_few_iterations_do_is_told_though_they_take_no_longer(
-    trace: Trace, sorted_in: tuple[int, ...]
-) -> None:
+def test_what_few_iterations_do_is_told_though_they_take_no_longer(trace, sorted_in) -> None:
     for number in range(7):
         begin = trace.step(number, STEP_OF_OTHERS)
         sort = 500.0 if number in sorted_in else 0.0
@@ -669,9 +661,7 @@ def test_an_exchange_on_another_thread_is_named_where_the_step_waits_for_it(
 
 
 @pytest.mark.parametrize("length_us", [600, 150])
-def test_the_operator_that_makes_the_batch_of_another_program_is_named(
-    trace: Trace, length_us: float
-) -> None:
+def test_the_operator_that_makes_the_batch_of_another_program_is_named(trace, length_us) -> None:
     for begin in trace.steps(STEP_OF_OTHERS):
         trace.host("user_annotation", "## load_batch ##", begin + 10, begin + 710)
         trace.host("cpu_op", "aten::randn", begin + 20, begin + 24 + length_us)

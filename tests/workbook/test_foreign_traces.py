@@ -214,9 +214,7 @@ STEP_US = {
 
 @pytest.mark.parametrize("numbered", [True, False])
 @pytest.mark.parametrize("annotated", [True, False])
-def test_parts_follow_from_order_where_nothing_names_them(
-    tmp_path: Path, numbered: bool, annotated: bool
-) -> None:
+def test_parts_follow_from_order_where_nothing_names_them(tmp_path, numbered, annotated) -> None:
     events = [event for n in range(8) for event in dlrm_step(100.0 * n, n, annotated)]
     profile = gpu_trace.read(tmp_path, events if numbered else without(events, "Sequence number"))
     assert len(profile.iterations) == 8

@@ -104,9 +104,7 @@ def test_waits_of_an_accelerators_streams_are_no_work(tmp_path: Path) -> None:
     ("process", "tool"),
     [("/device:GPU:0 Stream", "TensorFlow's or XLA's profiler"), ("CPU HIP API", "rocprof")],
 )
-def test_traces_of_other_profilers_are_refused_by_name(
-    process: str, tool: str, tmp_path: Path
-) -> None:
+def test_traces_of_other_profilers_are_refused_by_name(process, tool, tmp_path) -> None:
     name = {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": process}}
     span = {"ph": "X", "name": "Conv2D", "pid": 1, "tid": 2, "ts": 5, "dur": 9}
     path = gpu_trace.write(tmp_path / "trace.json", [{}, name, span, {}])
@@ -126,9 +124,7 @@ def test_the_ranks_of_one_file_are_a_doubt(tmp_path: Path) -> None:
     assert quality["level"] == "red" and "steps of 2 processes are in one" in quality["sentence"]
 
 
-def test_without_operators_the_thread_that_calls_the_driver_is_the_main_one(
-    tmp_path: Path,
-) -> None:
+def test_without_operators_the_thread_that_calls_the_driver_is_the_main_one(tmp_path) -> None:
     events = [mark("poll()", at, at + 1, tid=77) for at in range(0, 200, 2)]
     for number in range(3):
         at = 50 * number
@@ -232,9 +228,7 @@ def test_an_exchange_of_npus_is_one_and_its_waits_are_no_work(tmp_path: Path) ->
         (9_000, "cudaStreamSynchronize", 0),  # of what was launched before
     ],
 )
-def test_what_lies_before_the_gpus_work_is_said(
-    busy: int, named: str, idle: int, tmp_path: Path
-) -> None:
+def test_what_lies_before_the_gpus_work_is_said(busy, named, idle, tmp_path) -> None:
     events = [call(named, 0, 90_000)]
     for number in range(3):
         at = 90_000 + number * (busy + 100)
@@ -283,9 +277,7 @@ def test_waits_do_not_cost_what_passes_in_other_calls(torch: bool, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("begin", "found"), [(0, 4), (500_000, 0)])
-def test_ranges_with_little_of_the_work_are_no_iterations(
-    begin: int, found: int, tmp_path: Path
-) -> None:
+def test_ranges_with_little_of_the_work_are_no_iterations(begin, found, tmp_path) -> None:
     """Four layers, each of its own length; other work as long as ``begin`` runs before them."""
     events, number = [], 1
     if begin:
@@ -328,9 +320,7 @@ def test_a_copy_in_whose_call_the_host_waits_is_felt(tmp_path: Path) -> None:
         ("rpc_async#f(a -> b)", "cpu_op", "Waiting for another process in rpc_async#f(a -> b)"),
     ],
 )
-def test_calls_that_compute_nothing_are_called_what_they_do(
-    name: str, kind: str, said: str, tmp_path: Path
-) -> None:
+def test_calls_that_compute_nothing_are_called_what_they_do(name, kind, said, tmp_path) -> None:
     events = [operator("aten::add", at, at + 5) for at in range(0, 5000, 500)]
     events += [gpu_trace.span(kind, name, at, at + 450) for at in range(10, 5000, 500)]
     if said.startswith("Waiting for the GPU"):  # the calls that wait count together

@@ -165,9 +165,7 @@ def test_a_second_opening_reads_tables(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(open_recording(path).profile.trace) == len(read.profile.trace)
 
 
-def test_what_is_kept_follows_from_the_tables_of_the_readers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_kept_follows_from_the_tables_of_the_readers(tmp_path, monkeypatch) -> None:
     for limit in ("LEAST_BYTES", "SETTLED_S"):
         monkeypatch.setattr(cache, limit, 0)
     monkeypatch.setattr(cache, "__file__", str(tmp_path / "cache.py"))

@@ -102,9 +102,7 @@ def test_a_member_that_is_cut_short_is_refused_by_name(tmp_path: Path) -> None:
             open_recording(cut)
 
 
-def test_archives_that_are_no_recordings_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_archives_that_are_no_recordings_are_refused(tmp_path, monkeypatch) -> None:
     with pytest.raises(InputError, match=r"t\.tar holds no trace"):
         open_recording(tar(tmp_path / "t.tar", {"../../evil.txt": b"x"}))
     odd = tmp_path / "odd.zip"
@@ -142,9 +140,7 @@ def test_folders_that_are_no_recordings_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", ["meta.db", "profile.db", "cct.db", "trace.db", "metrics"])
-def test_a_partial_database_is_read_or_refused_in_one_sentence(
-    tmp_path: Path, missing: str
-) -> None:
+def test_a_partial_database_is_read_or_refused_in_one_sentence(tmp_path, missing) -> None:
     folder = tmp_path / "partial.d"
     shutil.copytree(folder_of("loops-cuda-nvidia-t"), folder)
     for path in [folder, *folder.rglob("*")]:

@@ -58,9 +58,7 @@ def body(text: str) -> str:
     return re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
 
 
-def test_plotly_is_inside_once_where_there_are_figures_and_nothing_is_loaded(
-    tmp_path: Path,
-) -> None:
+def test_plotly_is_inside_once_where_there_are_figures_and_nothing_is_loaded(tmp_path) -> None:
     text = page(tmp_path, cell(shown(figure())), cell(shown(figure()), shown(figure())))
     assert text.count("plotly.js v") == 1
     assert text.count('class="plot"') == 3

@@ -129,9 +129,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, int]:
     return folder, out, process.returncode
 
 
-def test_what_pays_is_told_with_the_line_and_what_fails_is_a_row(
-    measured: tuple[Path, str, int],
-) -> None:
+def test_what_pays_is_told_with_the_line_and_what_fails_is_a_row(measured) -> None:
     rows = {row["id"]: row for row in trials_of(measured[0])["rows"]}
     sparse, autocast, onednn = rows["sparse"], rows["autocast"], rows["onednn"]
     assert sparse["status"] == "paid" and sparse["speedup"]["low"] > 1.3
@@ -204,9 +202,7 @@ def test_the_remedies_to_try_are_chosen_by_name() -> None:
         ProfilingConfig(remedies=("faster",))
 
 
-def test_what_needs_a_new_process_is_tried_in_whole_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_needs_a_new_process_is_tried_in_whole_runs(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(whole_runs, "TIMED_S", 0.5)  # most of a run is the start of torch
     monkeypatch.setattr(whole_runs, "MOST_TURNS", 2)
     command = [sys.executable, odd_program.__file__, "100000", "loader", "0"]
