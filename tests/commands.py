@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections import namedtuple
 
 PROGRAM = """
@@ -30,9 +31,19 @@ Done = namedtuple("Done", ["code", "out", "err"])
 def run_python(code, *arguments, **settings):
     """What a program of these lines prints; the test fails with its errors if the program does."""
     words = [sys.executable, "-c", code, *map(str, arguments)]
-    done = subprocess.run(words, capture_output=True, text=True, **{"timeout": 120} | settings)
+    done = subprocess.run(words, capture_output=True, text=True, **{"timeout": 280} | settings)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
+
+
+def wait_until(true, seconds=150.0, running=()):
+    """What ``true`` gives once it gives something; until then those processes must be running."""
+    until = time.monotonic() + seconds
+    while not (found := true()):
+        assert time.monotonic() < until, "nothing happened in time"
+        assert all(process.poll() is None for process in running), "a process has ended"
+        time.sleep(0.05)
+    return found
 
 
 def run_commands(commands, folder, environment=os.environ, sizes=None):

@@ -58,7 +58,7 @@ before = peak_memory(cpu)
 write_tensor(path, table)
 print(peak_memory(cpu) - before)
 """
-    assert int(run_python(code)) < 64 << 20
+    assert int(run_python(code, timeout=120)) < 64 << 20
 
 
 TABLE = f"{WEIGHTS}/embeddings.tables.2.weight.npy"

@@ -175,7 +175,7 @@ def test_the_workload_starts_without_notebook_packages(tmp_path):
         "sys.exit(trained or main(['record', '-f', file, '--output', recording]))\n"
     )
     path = write(tmp_path / "p.yaml", SMALL | {"profiling": {"warmup": 1, "iterations": 3}})
-    run_python(code, path, tmp_path / "recording")
+    run_python(code, path, tmp_path / "recording", timeout=120)
     assert (tmp_path / "recording" / "trace.json.gz").stat().st_size > 1000
 
 

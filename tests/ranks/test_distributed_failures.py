@@ -8,12 +8,12 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 import yaml
+from commands import wait_until
 from small_training import whole_checkpoint
 
 from dlrm_core.base.errors import InputError
@@ -46,14 +46,6 @@ ENDLESS = {
         "sharding": "row_wise",
     },
 }
-
-
-def wait_until(true, seconds=150.0):
-    until = time.monotonic() + seconds
-    while not (found := true()):
-        assert time.monotonic() < until, "nothing happened in time"
-        time.sleep(0.05)
-    return found
 
 
 def has_ended(process):

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import foreign_program
 import pandas as pd
 import pytest
 import torch
-from commands import run_python
+from commands import run_python, wait_until
 from fake_hpctoolkit import FakeHPCToolkit
 
 from dlrm_core.base.errors import InputError
@@ -387,12 +386,12 @@ def test_sigkill_of_what_measures_ends_the_program_and_its_children(tmp_path: Pa
         f"record_command({command!r}, ProfilingConfig(), Path('run'))\n"
     )
     starter = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path)
-    _wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == 2)
+    wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == 2, 60)
     running = [int(file.stem) for file in tmp_path.glob("*.pid")]
     assert all(map(_is_alive, running))
     starter.kill()
     starter.wait()
-    _wait_until(lambda: not any(map(_is_alive, running)))
+    wait_until(lambda: not any(map(_is_alive, running)), 60)
     assert not (tmp_path / "survived").exists()
 
 
@@ -401,13 +400,6 @@ def _is_alive(number: int) -> bool:
         return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def _wait_until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 # ---- two lines in one's own code ---------------------------------------------------------

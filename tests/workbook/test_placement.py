@@ -319,5 +319,5 @@ except InputError as error:
 
 
 def test_under_a_small_limit_tables_are_refused_with_both_numbers():
-    said = run_python(LIMITED)
+    said = run_python(LIMITED, timeout=120)
     assert "MiB are available" in said and "too few" in said

@@ -6,13 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import odd_program
 import pytest
+from commands import wait_until
 
 from dlrm_core.base.errors import InputError
 from dlrm_workbook.analysis.attribution import attribute
@@ -182,10 +182,8 @@ def test_a_program_that_ends_first_says_so_and_a_kill_loses_no_row(tmp_path: Pat
         (tmp_path / name).mkdir()
     ends = start(tmp_path / "ends", "16", "", remedies=["fused"])
     killed = start(tmp_path / "killed", "100000", "", remedies=["fused", "threads"])
-    deadline = time.monotonic() + 200
-    while not list((tmp_path / "killed/notes").glob("*/trials.json")):
-        assert time.monotonic() < deadline and killed.poll() is None
-        time.sleep(0.05)
+    notes = tmp_path / "killed/notes"
+    wait_until(lambda: list(notes.glob("*/trials.json")), 200, [killed])
     killed.send_signal(signal.SIGKILL)
     killed.communicate(timeout=60)
     assert trials_of(tmp_path / "killed")["rows"][0]["turns"] >= 1

@@ -16,7 +16,7 @@ from typing import Any
 
 import nbformat
 import pytest
-from commands import run_python
+from commands import run_python, wait_until
 from jupyter_client.channels import AsyncZMQSocketChannel
 from sample_notebooks import PARAMETERS, write_notebook
 
@@ -208,10 +208,7 @@ def test_interruption_keeps_results_and_ends_the_kernel(place: Path, signum: int
         text=True,
         cwd=REPOSITORY,
     )
-    deadline = time.monotonic() + 150
-    while not pid.exists() or not pid.read_text():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: pid.exists() and pid.read_text(), 150, [process])
     process.send_signal(signum)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 128 + signum
