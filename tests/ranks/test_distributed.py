@@ -1,6 +1,5 @@
 """Several ranks compute what one process does: losses, weights, checkpoints, evaluations."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from optional_tools import needs_torchrec
 from small_terabyte import deepspark, make_terabyte
 from small_training import sections_with, stored, whole_checkpoint
 
@@ -33,11 +33,6 @@ OVERFLOW_STEPS = 24
 """Enough that gradients overflow on one rank, on the other, on both and on none."""
 
 ROOT = Path(__file__).parents[2]
-
-needs_torchrec = pytest.mark.skipif(
-    importlib.util.find_spec("torchrec") is None,
-    reason="TorchRec is not installed (make setup does it)",
-)
 
 
 SECTIONS = {

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interaction_layers import cross_layer
+from optional_tools import needs_torchrec
 from small_training import THREE_TABLES, parameters_with
 
 from dlrm_core.base.errors import InputError, MissingToolError
@@ -208,12 +209,6 @@ def test_torchrecs_pairs_are_ours_in_another_order(features):
     theirs = products[tuple(torch.triu_indices(features, features, offset=1))]
     # the halves of a product with its own transpose may differ in the last bit
     torch.testing.assert_close(ours[bench_torchrec.pair_order(features)], theirs)
-
-
-needs_torchrec = pytest.mark.skipif(
-    importlib.util.find_spec("torchrec") is None,
-    reason="torchrec is not installed (its package declares FBGEMM's CUDA build)",
-)
 
 
 @needs_torchrec
