@@ -4,8 +4,6 @@ Nothing that a page asks for may leave the machine: every request is recorded, a
 what is not a file, data, or the given local server is refused.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

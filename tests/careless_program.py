@@ -3,8 +3,6 @@
 python careless_program.py [STEPS]
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import sys

@@ -1,7 +1,5 @@
 """Profiles and runs made for the tests of comparisons: times that are known."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Real HPCToolkit databases and what is stored of them, and a small one that is written."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -4,8 +4,6 @@ Exit codes, messages and files follow recordings of HPCToolkit 2024.01.99; a
 ``behaviour.json`` beside the programs says which of the recorded troubles occur.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import stat

@@ -1,7 +1,5 @@
 """Made profiles for the rules of ``analysis/findings``: one thread, one mean iteration."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -11,8 +11,6 @@ Whatever ``HOW`` is, the optimizer does not load torch's compiler, which would t
 program's time.
 """
 
-from __future__ import annotations
-
 import inspect
 import multiprocessing
 import os

@@ -4,8 +4,6 @@ Every case is read whole (facts, description, tables, Profile, Hatchet). It pass
 raises ``DatabaseError``.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -11,8 +11,6 @@ so from 50 to 90 (first to last GPU operation) the GPU is idle 75..80, while the
 thread is in ``embedding_forward``; over the whole trace it is idle 65 us.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -21,25 +19,25 @@ import numpy as np
 from dlrm_workbook.recordings.hpctoolkit.database import read_database
 from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
 from dlrm_workbook.recordings.profile import Profile
-from tests.hpctoolkit_tree import FUNCTION, LINE, Tree
+from tests.hpctoolkit_tree import tree_of
 from tests.hpctoolkit_writer import Measured, write_database
 
-NODES: list[tuple[str, int, int, int]] = [
-    # name, parent (−1 the main thread, −2 the other), kind, line
-    ("data_forward", -1, FUNCTION, 0),  # 0
-    ("bottom_mlp_forward", -1, FUNCTION, 0),  # 1
-    ("<gpu kernel>", 1, FUNCTION, 0),  # 2
-    ("void gemm<float, 4>(float*)", 2, FUNCTION, 0),  # 3
-    ("", 3, LINE, 10),  # 4
-    ("", 3, LINE, 20),  # 5
-    ("embedding_forward", -1, FUNCTION, 0),  # 6
-    ("<gpu copyin>", 6, FUNCTION, 0),  # 7
-    ("<gpu kernel>", 6, FUNCTION, 0),  # 8
-    ("gather(long*)", 8, FUNCTION, 0),  # 9
-    ("", 9, LINE, 30),  # 10
-    ("prefetch", -2, FUNCTION, 0),  # 11
-    ("<gpu copyout>", 6, FUNCTION, 0),  # 12
-    ("wait", -1, FUNCTION, 0),  # 13
+NODES: list[tuple[str, int, int]] = [
+    # name, parent (−1 the main thread, −2 the other), line
+    ("data_forward", -1, 0),  # 0
+    ("bottom_mlp_forward", -1, 0),  # 1
+    ("<gpu kernel>", 1, 0),  # 2
+    ("void gemm<float, 4>(float*)", 2, 0),  # 3
+    ("", 3, 10),  # 4
+    ("", 3, 20),  # 5
+    ("embedding_forward", -1, 0),  # 6
+    ("<gpu copyin>", 6, 0),  # 7
+    ("<gpu kernel>", 6, 0),  # 8
+    ("gather(long*)", 8, 0),  # 9
+    ("", 9, 30),  # 10
+    ("prefetch", -2, 0),  # 11
+    ("<gpu copyout>", 6, 0),  # 12
+    ("wait", -1, 0),  # 13
 ]
 VALUES: dict[str, dict[int, float]] = {
     "CPUTIME (sec)": {0: 40e-6, 1: 20e-6, 6: 20e-6, 13: 20e-6},
@@ -81,18 +79,7 @@ def made(
         stalls: whether PC sampling was on.
         spelled: metric to its name in another generation of HPCToolkit, where it differs.
     """
-    names = list(dict.fromkeys(name for name, _, _, _ in NODES if name))
-    tree = Tree(
-        parent=np.array([parent for _, parent, _, _ in NODES]),
-        kind=np.array([kind for _, _, kind, _ in NODES]),
-        call=np.array([kind == FUNCTION for _, _, kind, _ in NODES]),
-        function=np.array([names.index(name) if name else 0 for name, _, _, _ in NODES]),
-        line=np.array([line for _, _, _, line in NODES]),
-        hidden=np.zeros(len(NODES), bool),
-        functions=names,
-        entries=["main thread", "application thread"],
-        python=frozenset(i for i, name in enumerate(names) if name.endswith("_forward")),
-    )
+    tree = tree_of(NODES, lambda name: name.endswith("_forward"))
     spelled = spelled or {}
     used = {spelled.get(m, m): v for m, v in VALUES.items() if stalls or not m.startswith(STALLS)}
     values = {metric: np.zeros(len(NODES)) for metric in used}

@@ -1,7 +1,5 @@
 """Writes ``meta.db``: names, metrics, modules, files, functions, and the tree of contexts."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Calling contexts for written HPCToolkit databases: a tree given, or a random one."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -99,4 +97,27 @@ def random_tree(
         hidden=is_hidden,
         functions=list(functions),
         entries=["main thread", "application thread", "unknown entry"][:entries],
+    )
+
+
+def tree_of(
+    rows: Sequence[tuple[str, int, int]], python: Callable[[str], bool], threads: int = 2
+) -> Tree:
+    """A tree of functions and, where a row has no name, lines.
+
+    Args:
+        rows: name, parent (−1 the main thread, −2 the other) and line of each node.
+        python: whether a function of that name is Python's.
+    """
+    names = list(dict.fromkeys(name for name, _, _ in rows if name))
+    return Tree(
+        parent=np.array([parent for _, parent, _ in rows]),
+        kind=np.array([FUNCTION if name else LINE for name, _, _ in rows]),
+        call=np.array([bool(name) for name, _, _ in rows]),
+        function=np.array([names.index(name) if name else 0 for name, _, _ in rows]),
+        line=np.array([line for _, _, line in rows]),
+        hidden=np.zeros(len(rows), bool),
+        functions=names,
+        entries=["main thread", "application thread"][:threads],
+        python=frozenset(i for i, name in enumerate(names) if python(name)),
     )

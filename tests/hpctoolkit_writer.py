@@ -8,8 +8,6 @@ million contexts take seconds.
     made = write_database(folder, tree, [Measured(values={"CPUTIME (sec)": points})])
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Layers of interactions by themselves, without a model around them."""
 
-from __future__ import annotations
-
 from dlrm_core.interactions import CrossInteraction, DotInteraction
 from dlrm_core.model import InteractionLayer
 

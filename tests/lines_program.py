@@ -6,8 +6,6 @@ It trains until it is ended, and then writes into ``STOPWATCH`` when it logged: 
 ``time.perf_counter``.
 """
 
-from __future__ import annotations
-
 import atexit
 import json
 import sys

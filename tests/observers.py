@@ -1,7 +1,5 @@
 """Observers of trainings that tests watch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

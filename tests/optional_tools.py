@@ -1,5 +1,7 @@
 """Marks of tests that need a package which is not everywhere."""
 
+import importlib.util
+
 import pytest
 import torch
 
@@ -19,3 +21,8 @@ ABSENT = _fbgemm_absent()
 """Why FBGEMM cannot be used; empty where it can."""
 
 needs_fbgemm = pytest.mark.skipif(bool(ABSENT), reason=ABSENT or "is installed")
+
+needs_torchrec = pytest.mark.skipif(
+    importlib.util.find_spec("torchrec") is None,
+    reason="TorchRec is not installed (make setup does it)",
+)

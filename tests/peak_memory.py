@@ -6,8 +6,6 @@ would not survive them. A run whose kernels may have to be compiled, which takes
 too, runs once before.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

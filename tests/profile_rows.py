@@ -1,7 +1,5 @@
 """Profiles made of rows: a test says what matters to it, everything else has a plain value."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +12,11 @@ CONTEXT |= {"component": "other", "phase": ""}
 """What a context is where nothing is said."""
 
 BOTH = ("exclusive", "inclusive")
+
+
+def bare_profile(**meta: Any) -> Profile:
+    """A profile that says something of itself and holds nothing."""
+    return Profile.build(contexts=None, metrics=None, values=None, threads=None, meta=meta)
 
 
 def profile_of_rows(

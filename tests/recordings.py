@@ -1,7 +1,5 @@
 """Where the real recordings lie, which no file of is copied into the project."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

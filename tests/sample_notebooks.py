@@ -1,7 +1,5 @@
 """Small notebooks for tests of the runner and the pages, built where a test needs them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

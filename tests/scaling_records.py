@@ -1,7 +1,5 @@
 """Made scaling records: ranks whose times follow given laws, in the tables of ``scaling.json``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A small program with the ranges of a training step, to be profiled in tests."""
 
-from __future__ import annotations
-
 import torch
 
 from dlrm_core.parts import ITERATION_SPAN, part

@@ -26,14 +26,18 @@ THREE_TABLES = {"bottom_mlp": "16-32-8", "top_mlp": "32-16-1", "embedding_dim": 
 THREE_TABLES |= {"table_rows": [1000, 50, 3]}
 
 
+def sections_with(base, model=None, data=None, **training):
+    """These sections of parameters with other leaves."""
+    changes = {"model": model or {}, "data": data or {}, "training": training}
+    return base | {name: base.get(name, {}) | leaves for name, leaves in changes.items()}
+
+
+def parameters_with(base, model=None, data=None, **training):
+    return parameters_from_sections(sections_with(base, model, data, **training))
+
+
 def parameters(data=None, model=None, **training):
-    return parameters_from_sections(
-        {
-            "model": SMALL["model"] | (model or {}),
-            "data": SMALL["data"] | (data or {}),
-            "training": SMALL["training"] | training,
-        }
-    )
+    return parameters_with(SMALL, model, data, **training)
 
 
 def learned(trainer):

@@ -11,8 +11,6 @@ processor time (10 s with all that its page shows) and 1 GiB of memory. Case ``i
 ``(seed, i)`` alone; ``--only`` makes one again.
 """
 
-from __future__ import annotations
-
 import argparse
 import gzip
 import json

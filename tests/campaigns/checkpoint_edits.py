@@ -6,8 +6,6 @@ and is taken, is a failure. Values that a run could have written, such as anothe
 weight under a right checksum, cannot be told from it and are not among the edits.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

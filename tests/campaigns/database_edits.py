@@ -6,8 +6,6 @@ context and is left out, as `hpcprof` leaves it out where it is not asked for. P
 known source line, which no reader finds in the tree, keep what was sampled there.
 """
 
-from __future__ import annotations
-
 import shutil
 import struct
 from dataclasses import dataclass
@@ -135,7 +133,7 @@ class DatabaseCopy:
         self.stretches.append(Stretch(rows, traced, wanted, factor))
         return factor
 
-    def replay(self) -> DatabaseCopy:
+    def replay(self) -> "DatabaseCopy":
         """The database with its edits, which take their place when it is written."""
         return self
 

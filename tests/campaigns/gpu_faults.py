@@ -24,8 +24,6 @@ for practice. Whoever writes rules should not read a set before its first run is
 sets B to F showed, before and after they were opened, is in ``benchmarks/results``.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import gc

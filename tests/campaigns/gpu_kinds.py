@@ -1,7 +1,5 @@
 """What kinds of faults on GPUs are made of: work to insert into a trace, and ``Fault``."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections import Counter

@@ -9,8 +9,6 @@ An answer is what a reader must learn in order to mend the fault: mostly the ope
 kernel or range that was planted.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext

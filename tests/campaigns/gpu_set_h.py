@@ -7,8 +7,6 @@ the edits themselves was tested before the one run that is in
 is right whatever its finding is called; with work on the GPU, it must not be of another cause.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from gpu_kinds import OPEN_ENDED, SORT, Draw, add_tiny_kernels, numbered, slower

@@ -11,8 +11,6 @@ stopped is counted as tried.
     python -m tests.campaigns.injection --folder /tmp/injection --json FILE
 """
 
-from __future__ import annotations
-
 import argparse
 import gzip
 import json

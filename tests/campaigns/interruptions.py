@@ -8,8 +8,6 @@ became of them before the signal): after SIGKILL once the next command has looke
     python tests/campaigns/interruptions.py --count 24 --json FILE
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

@@ -14,8 +14,6 @@ of a start.
 Given again with the same file it goes on, so it can be done in pieces (--seconds).
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

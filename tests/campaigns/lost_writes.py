@@ -14,8 +14,6 @@ that was never stopped.
 The model is checked at its end against the folder that the writer left.
 """
 
-from __future__ import annotations
-
 import argparse
 import codecs
 import os
@@ -52,7 +50,7 @@ class Inode:
 
     folder: bool = False
     data: bytearray = field(default_factory=bytearray)
-    names: dict[str, Inode] = field(default_factory=dict)
+    names: dict[str, "Inode"] = field(default_factory=dict)
     synced: bytes = b""
     position: int = 0
     mapped: bool = False

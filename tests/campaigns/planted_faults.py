@@ -11,8 +11,6 @@ what is drawn for trial N depends on N alone, and rules were tuned on trials bel
 beside which other processes used the machine is measured again.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

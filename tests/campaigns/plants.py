@@ -5,8 +5,6 @@ Used by ``planted_faults.py``; the packages know nothing of it. A plant takes a
 the process that will measure.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

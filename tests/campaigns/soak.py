@@ -14,8 +14,6 @@ small tables; their predictions must be those of one process, bit for bit.
 ``--part`` runs one part; the file keeps the others. ``--short`` runs less of each part.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json
@@ -29,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -324,8 +323,8 @@ def ranks(place: Ground, rounds: int, seed: int) -> dict[str, Any]:
     file = place.parameters("ranks", batches=400, checkpoint_every=20, rank_timeout_s=20.0)
     launch(place, "undisturbed", file)
     ways: dict[str, Callable[[Ground, str, Path, random.Random], list[str]]] = {
-        "killed": killed,
-        "stopped": stopped,
+        "killed": partial(signalled, signal.SIGKILL, "is gone"),
+        "stopped": partial(signalled, signal.SIGSTOP, "is stopped (SIGSTOP)"),
         "slowed": slowed,
         "checkpoint damaged": damaged,
     }
@@ -395,20 +394,13 @@ def ended(place: Ground, run: str, launcher: Any, word: str) -> list[str]:
     return faults
 
 
-def killed(place: Ground, run: str, file: Path, moments: random.Random) -> list[str]:
-    """SIGKILL to a rank; then the same command again."""
+def signalled(
+    signum: signal.Signals, said: str, place: Ground, run: str, file: Path, moments: random.Random
+) -> list[str]:
+    """A signal to a rank, of which the run ends with that sentence; then the same command again."""
     launcher, rank = begun(place, run, file, moments)
-    rank.kill()
-    faults = ended(place, run, launcher, "is gone")
-    launch(place, run, file)
-    return faults
-
-
-def stopped(place: Ground, run: str, file: Path, moments: random.Random) -> list[str]:
-    """SIGSTOP to a rank, for ever; then the same command again."""
-    launcher, rank = begun(place, run, file, moments)
-    rank.suspend()
-    faults = ended(place, run, launcher, "is stopped (SIGSTOP)")
+    rank.send_signal(signum)
+    faults = ended(place, run, launcher, said)
     launch(place, run, file)
     return faults
 

@@ -6,8 +6,6 @@ when it has been launched, its stream is free and the other stream that it waite
 as it did in the recording. Without edits the replay gives every event its own time again.
 """
 
-from __future__ import annotations
-
 import bisect
 import copy
 import json
@@ -285,7 +283,7 @@ class Trace:
 
     # ---- the replay ---------------------------------------------------------------------
 
-    def replay(self) -> Trace:
+    def replay(self) -> "Trace":
         """The trace with its edits, every event at its new time."""
         return _Replay(self).run()
 

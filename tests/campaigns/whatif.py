@@ -12,8 +12,6 @@ check on cases that the model has not been made with. The third holds whole step
 run times under changes put together, in several processes, against the same runs.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """The changes that predictions are held against: three shapes, and what is changed on each."""
 
-from __future__ import annotations
-
 from typing import Any
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -3,12 +3,11 @@
 import json
 import random
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
+from commands import run_python
 from hypothesis import given
 from hypothesis import strategies as st
 from small_training import parameters, trained, whole_checkpoint
@@ -59,10 +58,7 @@ before = peak_memory(cpu)
 write_tensor(path, table)
 print(peak_memory(cpu) - before)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
-    )
-    assert int(done.stdout) < 64 << 20
+    assert int(run_python(code, timeout=120)) < 64 << 20
 
 
 TABLE = f"{WEIGHTS}/embeddings.tables.2.weight.npy"

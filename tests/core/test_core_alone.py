@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import run_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -121,5 +122,5 @@ def test_the_loop_loads_few_modules_of_the_core():
         "import sys, dlrm_core.train\n"
         "print(*(name for name in sys.modules if name.split('.')[0] == 'dlrm_core'))"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert len(done.stdout.split()) <= 20, done.stdout
+    printed = run_python(code)
+    assert len(printed.split()) <= 20, printed

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from interaction_layers import dot_layer
+from small_training import parameters_with
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.config import parameters_from_sections
 from dlrm_core.dense import why_not_compile
 from dlrm_core.parts import log_spans, parse_span
 from dlrm_core.train import Trainer
@@ -34,15 +34,7 @@ LOSS_TOLERANCE = {"bf16": 2e-3, "fp16": 5e-4}
 
 
 def trainer_of(model=None, **training):
-    return Trainer(
-        parameters_from_sections(
-            SECTIONS
-            | {
-                "model": SECTIONS["model"] | (model or {}),
-                "training": SECTIONS["training"] | training,
-            }
-        )
-    )
+    return Trainer(parameters_with(SECTIONS, model, **training))
 
 
 def losses_of(model=None, **training):

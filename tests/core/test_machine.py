@@ -1,12 +1,10 @@
 """What a run asks of the machine."""
 
-from __future__ import annotations
-
 import os
-import subprocess
 import sys
 
 import pytest
+from commands import run_python
 
 from dlrm_core.base.machine import ALLOCATOR_SETTINGS
 
@@ -38,14 +36,9 @@ print(faults())
 @pytest.mark.parametrize(
     ("setting", "settled"), [({}, True), ({"MALLOC_TRIM_THRESHOLD_": "65536"}, False)]
 )
-def test_a_step_gets_the_memory_that_the_one_before_freed(
-    setting: dict[str, str], settled: bool
-) -> None:
+def test_a_step_gets_the_memory_that_the_one_before_freed(setting, settled) -> None:
     environment = {k: v for k, v in os.environ.items() if k not in ALLOCATOR_SETTINGS} | setting
-    done = subprocess.run(
-        [sys.executable, "-c", CHURN], env=environment, capture_output=True, text=True, check=True
-    )
-    faults = done.stdout
+    faults = run_python(CHURN, env=environment)
     pages = 12 * (8 << 20) // os.sysconf("SC_PAGESIZE")
     if settled:
         assert int(faults) < 0.1 * pages

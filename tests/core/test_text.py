@@ -1,7 +1,5 @@
 """Text of others: what cannot be seen is written as Python writes it."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

@@ -8,14 +8,16 @@ import signal
 import subprocess
 import sys
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from commands import run_python
 from hypothesis import given
 from hypothesis import strategies as st
 from observers import Calling
-from small_training import THREE_TABLES
+from small_training import THREE_TABLES, parameters_with
 
 from dlrm_core.base.cli import main
 from dlrm_core.base.errors import InputError
@@ -33,8 +35,7 @@ SMALL = {
 }
 
 
-def small(**training):
-    return parameters_from_sections(SMALL | {"training": SMALL["training"] | training})
+small = partial(parameters_with, SMALL)
 
 
 def write(path: Path, sections=SMALL) -> Path:
@@ -174,13 +175,7 @@ def test_the_workload_starts_without_notebook_packages(tmp_path):
         "sys.exit(trained or main(['record', '-f', file, '--output', recording]))\n"
     )
     path = write(tmp_path / "p.yaml", SMALL | {"profiling": {"warmup": 1, "iterations": 3}})
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(path), str(tmp_path / "recording")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    run_python(code, path, tmp_path / "recording", timeout=120)
     assert (tmp_path / "recording" / "trace.json.gz").stat().st_size > 1000
 
 
@@ -247,10 +242,7 @@ def test_the_workload_loads_nothing_that_explains_draws_or_compiles(tmp_path):
         "print(json.dumps(sorted(sys.modules)))\nsys.exit(code)"
     )
     file = str(write(tmp_path / "p.yaml"))
-    done = subprocess.run(
-        [sys.executable, "-c", code, file], check=True, capture_output=True, text=True
-    )
-    modules = json.loads(done.stdout.splitlines()[-1])
+    modules = json.loads(run_python(code, file).splitlines()[-1])
     loaded = {name.partition(".")[0] for name in modules}
     assert not loaded & {"pandas", "plotly", "papermill", "numba", "triton"}
     beside = {name for name in modules if name.startswith(("dlrm_kernels.", "dlrm_workbook."))}

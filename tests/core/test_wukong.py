@@ -1,9 +1,8 @@
 """Wukong's interaction against the paper's formulas, and everything else that asks a kind."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,10 @@ import test_work
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_training import parameters_with, sections_with
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.config import load_parameters, parameters_from_sections
+from dlrm_core.config import load_parameters
 from dlrm_core.data.loader import batches
 from dlrm_core.interactions import WukongInteraction
 from dlrm_core.model import InteractionLayer, build_model
@@ -30,21 +30,15 @@ WUKONG = {
 LEAVES = {f"model__{leaf}": value for leaf, value in WUKONG.items()}
 
 
-def sections(model=None, **training):
-    return {
-        "model": {"bottom_mlp": "5-12-8", "top_mlp": "12-1", "embedding_dim": 8}
-        | {"table_rows": [50, 3, 200], "loss": "bce"}
-        | WUKONG
-        | (model or {}),
-        "data": {"indices_per_lookup": 4, "round_targets": True},
-        "training": {"batch_size": 32, "batches": 3, "learning_rate": 0.1, "device": "cpu"}
-        | {"threads": 1, "rank_timeout_s": 60.0}
-        | training,
-    }
-
-
-def parameters(model=None, **training):
-    return parameters_from_sections(sections(model, **training))
+SECTIONS = {
+    "model": {"bottom_mlp": "5-12-8", "top_mlp": "12-1", "embedding_dim": 8}
+    | {"table_rows": [50, 3, 200], "loss": "bce"}
+    | WUKONG,
+    "data": {"indices_per_lookup": 4, "round_targets": True},
+    "training": {"batch_size": 32, "batches": 3, "learning_rate": 0.1, "device": "cpu"}
+    | {"threads": 1, "rank_timeout_s": 60.0},
+}
+sections, parameters = partial(sections_with, SECTIONS), partial(parameters_with, SECTIONS)
 
 
 def plain(kind, weights, x):

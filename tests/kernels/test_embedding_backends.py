@@ -17,6 +17,7 @@ from test_embeddings import (
     OPTIMIZERS,
     assert_same_training,
     config,
+    lookups,
     make_batch,
     make_tables,
     parameters,
@@ -189,7 +190,7 @@ def test_two_tables_of_which_one_passes_2_to_the_31_elements(tmp_path, backend, 
     assert tables.weights[0].data_ptr() == memory.data_ptr()  # no copy of 8 GiB
     indices = torch.cat((touched, torch.tensor([small - 1])))
     offsets = torch.tensor([[0, 2], [0, 1]])
-    batch = Batch(torch.zeros(2, 1), indices, offsets, (0, 4, 5), torch.zeros(2, 1))
+    batch = lookups(indices, offsets, (0, 4, 5))
     update.zero_grad()
     pooled = tables(batch)
     assert torch.equal(pooled[0].detach(), torch.full((2, dim), 2.0))
@@ -210,13 +211,7 @@ def test_fbgemms_rowwise_adagrad_is_right_up_to_its_limit_and_refused_beyond(tmp
     tables, memory = sparse_tables(tmp_path, rows, dim)
     attach(tables, config(embedding_backend="fbgemm", optimizer="rowwise_adagrad"))
     last = rows[0] - 1
-    batch = Batch(
-        torch.zeros(1, 1),
-        torch.tensor([0, last, last]),
-        torch.tensor([[0], [0]]),
-        (0, 2, 3),
-        torch.zeros(1, 1),
-    )
+    batch = lookups(torch.tensor([0, last, last]), torch.tensor([[0], [0]]), (0, 2, 3))
     torch.autograd.backward(tables(batch), [torch.full((1, dim), 0.25)] * 2)
     assert torch.allclose(memory[[0, last, rows[0] + last]], torch.tensor(-0.1))
     assert not memory[[1, last - 1, rows[0]]].any()

@@ -2,16 +2,17 @@
 
 import inspect
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_training import THREE_TABLES
+from small_training import THREE_TABLES, parameters_with
 
 from dlrm_core.base.errors import InputError, MissingToolError
-from dlrm_core.config import TrainingConfig, parameters_from_sections
+from dlrm_core.config import TrainingConfig
 from dlrm_core.data.batch import Batch
 from dlrm_core.embeddings import EmbeddingTables, attach
 from dlrm_core.train import Trainer
@@ -27,6 +28,12 @@ DENSE = (16 * 32 + 32) + (32 * 8 + 8) + (14 * 32 + 32) + (32 * 16 + 16) + (16 + 
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
 
 
+def lookups(indices, offsets, table_starts):
+    """A batch of these lookups, whose other inputs are zeros."""
+    nothing = torch.zeros(offsets.shape[1], 1)
+    return Batch(nothing, indices, offsets, table_starts, nothing)
+
+
 def make_batch(rows, bags, largest, seed, skew=False):
     """Bags of 0 to ``largest`` lookups; with skew nearly all of them ask for row 0."""
     random = torch.Generator().manual_seed(seed)
@@ -38,13 +45,7 @@ def make_batch(rows, bags, largest, seed, skew=False):
         drawn = torch.rand(int(ends[-1]) if bags else 0, generator=random, dtype=torch.float64)
         indices.append(((drawn**8 if skew else drawn) * count).long())
         starts.append(starts[-1] + len(drawn))
-    return Batch(
-        torch.zeros(bags, 1),
-        torch.cat(indices),
-        torch.stack(offsets),
-        tuple(starts),
-        torch.zeros(bags, 1),
-    )
+    return lookups(torch.cat(indices), torch.stack(offsets), tuple(starts))
 
 
 def make_tables(rows, dim, seed=0, huge_pages=False):
@@ -149,13 +150,7 @@ def test_rows_that_come_up_once_get_the_bits_that_sorted_ones_get(optimizer, dim
         tables = make_tables([rows], dim)
         update = attach(tables, config(optimizer=optimizer, embedding_backend="fused"))
         starts = torch.arange(bags)[None] * indices.shape[1]
-        batch = Batch(
-            torch.zeros(bags, 1),
-            indices.reshape(-1),
-            starts,
-            (0, indices.numel()),
-            torch.zeros(bags, 1),
-        )
+        batch = lookups(indices.reshape(-1), starts, (0, indices.numel()))
         for step in range(2):
             gradients = torch.randn(bags, dim, generator=torch.Generator().manual_seed(step))
             torch.autograd.backward(tables(batch), [gradients])
@@ -204,10 +199,7 @@ def test_gradients_may_lie_in_memory_as_they_like():
         (lambda b: {"offsets": b.offsets[:1]}, r"shape \(1, 6\), expected 2 tables"),
         (lambda b: {"table_starts": (0, b.table_starts[1])}, "expected 3 rising numbers"),
         (lambda b: {"table_starts": (0, 10**6, len(b.indices))}, "expected 3 rising numbers"),
-        (
-            lambda b: {"offsets": b.offsets.flip(1).contiguous()},
-            "offsets of embedding table 0",
-        ),
+        (lambda b: {"offsets": b.offsets.flip(1).contiguous()}, "offsets of embedding table 0"),
         (lambda b: {"offsets": b.offsets + 10**6}, "offsets of embedding table 0"),
         (lambda b: {"offsets": b.offsets - 1}, "offsets of embedding table 0"),
     ],
@@ -274,14 +266,12 @@ def test_a_giant_table_is_cut_and_equal_ones_are_not():
     assert share_out(tuple(range(0, 900, 100)), 1)[:, 2].tolist() == [1] * 8
 
 
-def parameters(**training):
-    return parameters_from_sections(
-        {
-            "model": THREE_TABLES,
-            "data": {"indices_per_lookup": 10},
-            "training": {"batch_size": 64, "batches": 15, "seed": 5} | training,
-        }
-    )
+SECTIONS = {
+    "model": THREE_TABLES,
+    "data": {"indices_per_lookup": 10},
+    "training": {"batch_size": 64, "batches": 15, "seed": 5},
+}
+parameters = partial(parameters_with, SECTIONS)
 
 
 @pytest.mark.parametrize(

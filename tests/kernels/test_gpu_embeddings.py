@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="triton is not installed: the GPU's kernels cannot run")
 
 from test_embedding_backends import sparse_tables
-from test_embeddings import config, make_batch, make_tables
+from test_embeddings import config, lookups, make_batch, make_tables
 
 import dlrm_kernels.embeddings.fused_gpu as fused_gpu
 from dlrm_core.base.errors import InputError
@@ -112,8 +112,7 @@ def test_runs_of_any_length_are_added_once(pattern, seed):
         count = len(pattern)
         gradient = torch.randn(count, 4, generator=torch.Generator().manual_seed(seed))
         shuffled = rows[torch.randperm(count, generator=torch.Generator().manual_seed(seed))]
-        nothing = torch.zeros(count, 1)
-        batch = Batch(nothing, shuffled, torch.arange(count)[None], (0, count), nothing)
+        batch = lookups(shuffled, torch.arange(count)[None], (0, count))
         torch.autograd.backward(tables(batch.to(DEVICE)), [gradient.to(DEVICE)])
     finally:
         fused_gpu.tiles_for = chosen
@@ -330,7 +329,7 @@ def test_a_table_of_more_than_2_to_the_31_elements(tmp_path, optimizer):
     wanted = torch.tensor([rows - 1, 3, rows - 1, 2**31 // 64])
     mapped[wanted.unique()] = 1.0
     tables.backend = FusedGpu(tables, optimizer, 0.5)
-    batch = Batch(torch.zeros(2, 1), wanted, torch.tensor([[0, 2]]), (0, 4), torch.zeros(2, 1))
+    batch = lookups(wanted, torch.tensor([[0, 2]]), (0, 4))
     (pooled,) = tables(batch)
     assert torch.equal(pooled.detach(), torch.full((2, dim), 2.0))
     pooled.backward(torch.full((2, dim), 0.25))
@@ -350,14 +349,8 @@ def test_many_rows_and_tables_take_keys_of_64_bits():
     assert backend._key_dtype == torch.int32
     backend._row_bits, backend._key_dtype = 31, torch.int64  # as 2^31 rows would have it
     tables.backend = backend
-    nothing = torch.zeros(2, 1)
-    batch = Batch(
-        nothing,
-        torch.zeros(6, dtype=torch.int64),
-        torch.tensor([[0, 1]] * 3),
-        (0, 2, 4, 6),
-        nothing,
-    )
+    indices = torch.zeros(6, dtype=torch.int64)
+    batch = lookups(indices, torch.tensor([[0, 1]] * 3), (0, 2, 4, 6))
     gradients = [torch.full((2, 4), float(t), device=DEVICE) for t in (1, 2, 3)]
     torch.autograd.backward(tables(batch.to(DEVICE)), gradients)
     for t, weight in enumerate(weights_of(tables)):
@@ -373,13 +366,12 @@ def test_the_forecast_knows_what_the_update_needs(dim):
             "training": {"device": "cuda", "embedding_backend": "fused"},
         }
     )
-    (item,) = [
-        i for i in forecast_memory(parameters, gpu=True) if i.name.startswith("sorted lookups")
-    ]
+    forecast = forecast_memory(parameters, gpu=True)
+    (item,) = [i for i in forecast if i.name.startswith("sorted lookups")]
     # keys of 4 bytes and their order twice, sources; each tile leaves two sums over, and a few more
-    lookups = 3 * 50 * 2048
-    sums = 2.25 * lookups / tiles_for(dim, 1.0).run * dim * 4
-    assert item.bytes == pytest.approx(lookups * (2 * (4 + 8) + 4) + sums, rel=1e-3)
+    count = 3 * 50 * 2048
+    sums = 2.25 * count / tiles_for(dim, 1.0).run * dim * 4
+    assert item.bytes == pytest.approx(count * (2 * (4 + 8) + 4) + sums, rel=1e-3)
 
 
 def test_the_kernels_compile_for_hopper_with_wide_loads_and_without_spills():

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed: the GPU's kernels cannot run")
 
-from test_embeddings import make_batch, make_tables
+from test_embeddings import lookups, make_batch, make_tables
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.config import TrainingConfig, parameters_from_sections
@@ -184,15 +184,10 @@ def test_a_wrong_index_is_told_before_the_next_replay():
 
 def test_buffers_have_room_where_bags_vary_and_none_where_they_do_not():
     varying = batch_of(0)
-    lookups = varying.indices.numel()
-    assert static_batch(varying).indices.numel() == lookups + lookups // 16
-    fixed = Batch(
-        torch.zeros(4, 5),
-        torch.zeros(24, dtype=torch.int64),
-        torch.arange(0, 12, 3).repeat(2, 1),
-        (0, 12, 24),
-        torch.zeros(4, 1),
-    )
+    count = varying.indices.numel()
+    assert static_batch(varying).indices.numel() == count + count // 16
+    indices, offsets = torch.zeros(24, dtype=torch.int64), torch.arange(0, 12, 3).repeat(2, 1)
+    fixed = lookups(indices, offsets, (0, 12, 24))
     assert static_batch(fixed).indices.numel() == 24
 
 

@@ -1,17 +1,18 @@
 """Several ranks compute what one process does: losses, weights, checkpoints, evaluations."""
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from optional_tools import needs_torchrec
 from small_terabyte import deepspark, make_terabyte
-from small_training import stored, whole_checkpoint
+from small_training import sections_with, stored, whole_checkpoint
 
 from dlrm_core.base.errors import InputError, MissingToolError
 from dlrm_core.config import load_parameters, parameters_from_sections
@@ -33,35 +34,19 @@ OVERFLOW_STEPS = 24
 
 ROOT = Path(__file__).parents[2]
 
-needs_torchrec = pytest.mark.skipif(
-    importlib.util.find_spec("torchrec") is None,
-    reason="TorchRec is not installed (make setup does it)",
-)
 
-
-def sections(model=None, data=None, **training):
-    return {
-        "model": {
-            "bottom_mlp": "5-12-16",
-            "top_mlp": "12-1",
-            "embedding_dim": 16,
-            "table_rows": [50, 3, 200, 65],
-            "loss": "bce",
-        }
-        | (model or {}),
-        "data": {"indices_per_lookup": 4, "round_targets": True} | (data or {}),
-        "training": {
-            "batch_size": 32,
-            "batches": STEPS,
-            "learning_rate": 0.1,
-            "threads": 1,
-            "device": "cpu",
-            "rank_timeout_s": 60.0,
-        }
-        | training,
-    }
-
-
+SECTIONS = {
+    "model": {
+        **{"bottom_mlp": "5-12-16", "top_mlp": "12-1", "embedding_dim": 16},
+        **{"table_rows": [50, 3, 200, 65], "loss": "bce"},
+    },
+    "data": {"indices_per_lookup": 4, "round_targets": True},
+    "training": {
+        **{"batch_size": 32, "batches": STEPS, "learning_rate": 0.1, "threads": 1},
+        **{"device": "cpu", "rank_timeout_s": 60.0},
+    },
+}
+sections = partial(sections_with, SECTIONS)
 RUNS = {
     # name: (changes, how every table is to be divided; None: the planner's choice)
     "table_wise": (sections(sharding="table_wise"), {"table_wise"}),

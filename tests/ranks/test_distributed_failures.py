@@ -1,6 +1,5 @@
 """A rank that dies, stops or gets stuck ends the run with its name, and nothing is lost."""
 
-import importlib.util
 import json
 import os
 import re
@@ -8,12 +7,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 import yaml
+from commands import wait_until
+from optional_tools import needs_torchrec
 from small_training import whole_checkpoint
 
 from dlrm_core.base.errors import InputError
@@ -21,11 +21,6 @@ from dlrm_core.run.checkpoint import steps_in
 from dlrm_ranks.trainer import require_same_start
 from dlrm_ranks.watch import Sign, judge, own_start, process_state
 from dlrm_studies.scaling.launch import RanksFailed, how_it_ended, launch_lines, run_ranks
-
-needs_torchrec = pytest.mark.skipif(
-    importlib.util.find_spec("torchrec") is None,
-    reason="TorchRec is not installed (make setup does it)",
-)
 
 ENDLESS = {
     "model": {
@@ -46,14 +41,6 @@ ENDLESS = {
         "sharding": "row_wise",
     },
 }
-
-
-def wait_until(true, seconds=150.0):
-    until = time.monotonic() + seconds
-    while not (found := true()):
-        assert time.monotonic() < until, "nothing happened in time"
-        time.sleep(0.05)
-    return found
 
 
 def has_ended(process):

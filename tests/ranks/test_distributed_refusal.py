@@ -1,11 +1,11 @@
 """What ranks say when a run ends early: once, and where torchrun's report shows it."""
 
 import dataclasses
-import importlib.util
 import sys
 
 import pytest
 import torch.distributed as dist
+from optional_tools import needs_torchrec
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from dlrm_core.base.errors import InputError
@@ -67,10 +67,7 @@ def test_torchrun_reports_our_sentence(launched, monkeypatch):
     tell_launcher("unheard")
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("torchrec") is None,
-    reason="TorchRec is not installed (make setup does it)",
-)
+@needs_torchrec
 def test_tables_held_alike_are_named_together():
     from dlrm_ranks.plan import Shard, describe
 

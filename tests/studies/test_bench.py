@@ -6,12 +6,12 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from commands import run_python
 from small_training import THREE_TABLES
 
 from dlrm_core.base.errors import InputError, MissingToolError
@@ -435,8 +435,7 @@ def test_contestants_are_confined_to_the_cores_asked_for():
     with cores_of(1) as count:
         assert count == 1 and len(os.sched_getaffinity(0)) == 1
         child = "import os; print(len(os.sched_getaffinity(0)))"
-        seen = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True)
-        assert seen.stdout.strip() == "1"
+        assert run_python(child).strip() == "1"
     assert os.sched_getaffinity(0) == before
     with pytest.raises(InputError, match=f"expected 1 to {len(before)}"), cores_of(10_000):
         pass

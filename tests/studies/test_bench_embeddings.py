@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interaction_layers import cross_layer
-from small_training import THREE_TABLES
+from optional_tools import needs_torchrec
+from small_training import THREE_TABLES, parameters_with
 
 from dlrm_core.base.errors import InputError, MissingToolError
 from dlrm_core.config import parameters_from_sections
@@ -191,14 +193,12 @@ def test_real_contestants_compute_the_same(monkeypatch):
 DCN = {"interaction": "dcn", "dcn_layers": 3, "dcn_rank": 5}
 
 
-def small(model=None, **training):
-    return parameters_from_sections(
-        {
-            "model": THREE_TABLES | (model or {}),
-            "data": {"indices_per_lookup": 10},
-            "training": {"batch_size": 64, "seed": 5, "learning_rate": 0.05} | training,
-        }
-    )
+SECTIONS = {
+    "model": THREE_TABLES,
+    "data": {"indices_per_lookup": 10},
+    "training": {"batch_size": 64, "seed": 5, "learning_rate": 0.05},
+}
+small = partial(parameters_with, SECTIONS)
 
 
 @pytest.mark.parametrize("features", [2, 3, 9])
@@ -209,12 +209,6 @@ def test_torchrecs_pairs_are_ours_in_another_order(features):
     theirs = products[tuple(torch.triu_indices(features, features, offset=1))]
     # the halves of a product with its own transpose may differ in the last bit
     torch.testing.assert_close(ours[bench_torchrec.pair_order(features)], theirs)
-
-
-needs_torchrec = pytest.mark.skipif(
-    importlib.util.find_spec("torchrec") is None,
-    reason="torchrec is not installed (its package declares FBGEMM's CUDA build)",
-)
 
 
 @needs_torchrec

@@ -1,7 +1,5 @@
 """The benchmark notebook: tables from a document, figures, and the page."""
 
-from __future__ import annotations
-
 import json
 import math
 from functools import partial
@@ -142,9 +140,7 @@ def test_growth_has_its_shared_point_in_every_curve(document: dict[str, Any]) ->
     st.lists(st.tuples(st.floats(1, 100), st.floats(1, 100)), min_size=1, max_size=9),
     st.floats(0.5, 20),
 )
-def test_a_machine_that_drifts_between_rounds_does_not_change_a_ratio(
-    rounds: list[tuple[float, float]], truth: float
-) -> None:
+def test_a_machine_that_drifts_between_rounds_does_not_change_a_ratio(rounds, truth) -> None:
     """Whatever each round's speed, contestants whose times keep a ratio are told by it."""
     rows = [
         {"contestant": name, "round": number, "step_ms": speed * (truth if name == "a" else 1.0)}
@@ -325,9 +321,7 @@ def test_a_file_that_is_no_benchmark_is_refused(tmp_path: Path) -> None:
         embedding_results.read_embeddings(str(tmp_path / "none.json"))
 
 
-def test_a_benchmark_in_which_nothing_ran_is_no_benchmark(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_benchmark_in_which_nothing_ran_is_no_benchmark(tmp_path, monkeypatch) -> None:
     huge = {**SMALL["model"], "table_rows": [10**13]}
     broken = parameters_from_sections(SMALL | {"model": huge})
     with pytest.raises(InputError) as refused:

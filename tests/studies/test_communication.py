@@ -1,7 +1,5 @@
 """Bytes, shardings and memory of ranks against counting by hand, and the study's table."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from pathlib import Path

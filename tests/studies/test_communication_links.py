@@ -1,7 +1,5 @@
 """Links: formulas of collectives, calibration through noise and outliers, several nodes."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Predictions of scaling: against made records, laws they must keep, and what was published."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

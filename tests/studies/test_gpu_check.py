@@ -3,12 +3,11 @@
 import argparse
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from commands import run_python
 
 pytest.importorskip("triton", reason="triton is not installed: the GPU's kernels cannot run")
 
@@ -203,8 +202,7 @@ def test_the_check_needs_only_what_a_gpu_node_has():
         f"import sys; sys.modules.update(dict.fromkeys({blocked.split()}));"
         "import dlrm_studies.gpu_check.command, dlrm_workbook.cli"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_python(code)
 
 
 def test_latency_is_measured_with_its_percentiles():

@@ -1,7 +1,5 @@
 """A recording on another GPU, by data sheets; held against recordings where they have a pair."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -184,9 +182,7 @@ def test_what_cannot_be_predicted_says_why(tmp_path: Path) -> None:
 
 @settings(max_examples=25)
 @given(st.floats(1.0, 900.0), st.integers(1, 10_000), st.sampled_from(other_gpu.SHOWN_GPUS))
-def test_a_faster_memory_never_makes_a_kernel_slower(
-    tmp_path_factory: pytest.TempPathFactory, micros: float, blocks: int, gpu: str
-) -> None:
+def test_a_faster_memory_never_makes_a_kernel_slower(tmp_path_factory, micros, blocks, gpu) -> None:
     profile = recorded(tmp_path_factory.mktemp("g"), V100, kernel_us=micros, blocks=blocks)
     rows = other_gpu.kernel_ratios(profile, gpu)
     assert (rows["ratio"] <= 1).all() and (rows["ratio"] > 0).all()

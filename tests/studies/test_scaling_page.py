@@ -1,7 +1,5 @@
 """The scaling page: what it asks for, measures without TorchRec, says and draws."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -120,9 +118,7 @@ def test_a_data_sheet_predicts_the_study_s_own_size_and_batches(record: Path) ->
 # ---- measuring --------------------------------------------------------------------------
 
 
-def test_without_torchrec_one_process_is_timed_and_the_rest_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_torchrec_one_process_is_timed_and_the_rest_said(tmp_path, monkeypatch) -> None:
     def absent(*given: Any, **named: Any) -> dict[str, Any]:
         raise MissingToolError("training on several ranks needs torchrec, which is not installed")
 
@@ -153,9 +149,7 @@ def test_without_torchrec_one_process_is_timed_and_the_rest_said(
     assert len(again.record.compute_profile) == len(found.record.compute_profile)
 
 
-def test_what_ranks_do_without_is_said(
-    record: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_ranks_do_without_is_said(record, tmp_path, monkeypatch) -> None:
     made = json.loads(record.read_text())
     monkeypatch.setattr(measure, "measure_scaling", lambda *given, **named: made)
     for notices in ([], ["training.cuda_graphs: true has no effect"]):

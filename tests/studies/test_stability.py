@@ -1,19 +1,18 @@
 """N seeds: fresh processes, resumed, summed up, drawn."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics
+from functools import partial
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from small_training import parameters_with
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import read_json, write_json
-from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_studies.runs import section_from
 from dlrm_studies.stability import show as stability_figures
 from dlrm_studies.stability.measure import (
@@ -47,8 +46,7 @@ SECTIONS = {
 }
 
 
-def parameters(**training) -> Parameters:
-    return parameters_from_sections(SECTIONS | {"training": SECTIONS["training"] | training})
+parameters = partial(parameters_with, SECTIONS)
 
 
 def seed_run(seed: int, auc: float | None, status: str = "finished", **more) -> SeedRun:

@@ -1,15 +1,13 @@
 """Training to a target: what it took, MLPerf's log of it, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
 
 import pytest
+from small_training import parameters_with
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.config import parameters_from_sections
 from dlrm_studies.runs import section_from
 from dlrm_studies.time_to_train.measure import (
     EVALUATIONS,
@@ -37,10 +35,7 @@ SECTIONS = {
 
 
 def parameters(data=None, **training):
-    return parameters_from_sections(
-        SECTIONS
-        | {"data": SECTIONS["data"] | (data or {}), "training": SECTIONS["training"] | training}
-    )
+    return parameters_with(SECTIONS, data=data, **training)
 
 
 def log_of(file) -> list[dict]:

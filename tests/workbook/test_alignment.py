@@ -1,7 +1,5 @@
 """Parts of GPU work by its order: planted sequences, and real traces turned into HPCToolkit's."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 
@@ -155,9 +153,7 @@ def torch_trace(name: str) -> Profile:
 
 @pytest.mark.parametrize("demangler", ["libiberty", "LLVM"])
 @pytest.mark.parametrize("name", ["meta-dlrm-a100x8-rank3", "resnet50-v100-2021"])
-def test_parts_of_a_real_trace_come_back_from_another_of_its_steps(
-    name: str, demangler: str
-) -> None:
+def test_parts_of_a_real_trace_come_back_from_another_of_its_steps(name, demangler) -> None:
     torch = torch_trace(name)
     mine, truth = like_hpctoolkit(torch, np.random.default_rng(7), demangler=demangler)
     begins, ends = (torch.iterations[edge].to_numpy() for edge in ("start_ns", "end_ns"))

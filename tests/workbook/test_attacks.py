@@ -1,7 +1,5 @@
 """A seeded part of the campaigns in tests/campaigns: hostile files are read or refused."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math
@@ -18,10 +16,10 @@ import tracemalloc
 from collections import Counter
 from itertools import permutations
 from pathlib import Path
-from typing import Any
 
 import gpu_trace
 import pytest
+from commands import run_python
 from databases import written
 from recordings import RECORDINGS
 
@@ -47,16 +45,8 @@ print(json.dumps({what: [one.outcomes, one.failures] for what, one in tallies.it
 )
 def test_hostile_files_are_read_or_refused_in_a_sentence(counts: dict[str, int]) -> None:
     # a process of its own: the campaign limits its address space
-    done = subprocess.run(
-        [sys.executable, "-c", HOSTILE, json.dumps(counts)],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    for what, (outcomes, failures) in json.loads(done.stdout.splitlines()[-1]).items():
+    printed = run_python(HOSTILE, json.dumps(counts), cwd=Path(__file__).parents[2])
+    for what, (outcomes, failures) in json.loads(printed.splitlines()[-1]).items():
         assert failures == [] and sum(outcomes.values()) == counts[what], (what, outcomes)
 
 
@@ -136,9 +126,7 @@ def test_a_category_is_quoted_whatever_it_holds(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME])
 @pytest.mark.parametrize("after_a_trace", [False, True])
-def test_a_header_of_an_archive_takes_no_memory(
-    tmp_path: Path, kind: bytes, after_a_trace: bool
-) -> None:
+def test_a_header_of_an_archive_takes_no_memory(tmp_path, kind, after_a_trace) -> None:
     # tarfile reads a header whole: one of 3 GB takes 14 MB of gzip
     path, size = tmp_path / "ranks.tar.gz", 100 << 20
     header = tarfile.TarInfo("x")
@@ -210,9 +198,7 @@ def test_a_terminal_gets_no_control_characters(tmp_path: Path) -> None:
         ("", ["x"], "meta is ['x'], expected names with values"),
     ],
 )
-def test_what_a_saved_profile_says_of_itself_is_checked(
-    tmp_path: Path, name: str, value: Any, expected: str
-) -> None:
+def test_what_a_saved_profile_says_of_itself_is_checked(tmp_path, name, value, expected) -> None:
     folder = tmp_path / "profile"
     shutil.copytree(SAMPLE, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     head = json.loads((folder / "profile.json").read_text())

@@ -1,7 +1,5 @@
 """Every instant of an iteration goes to one part, and the sums hold."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import FrameType
@@ -74,7 +72,7 @@ def _run(with_stack: bool, path: Path) -> Profile:
 
 @pytest.fixture()
 def gpu(tmp_path: Path) -> Profile:
-    return read_trace(gpu_trace.write(tmp_path / "trace.json", gpu_trace.events()))
+    return gpu_trace.read(tmp_path, gpu_trace.events())
 
 
 def times(attribution: pd.DataFrame) -> dict[tuple[str, str, str], float]:

@@ -1,10 +1,7 @@
 """The one progress bar: what it counts, what it says, and that nothing depends on it."""
 
-from __future__ import annotations
-
 import json
 import sys
-from pathlib import Path
 
 import pytest
 from small_training import parameters
@@ -14,9 +11,7 @@ from dlrm_workbook.evidence.training import MeteredRun
 from dlrm_workbook.ground.bar import TOLD_TO, Bar
 
 
-def test_texts_are_shown_and_those_that_end_something_are_counted(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_texts_are_shown_and_those_that_end_something_are_counted(capsys) -> None:
     with Bar("in turns", "run", 3, counts=lambda text: text.startswith("step")) as bar:
         for text in ("step 1", "a note", "step 2"):
             bar(text)
@@ -32,18 +27,14 @@ def test_a_bar_goes_on_and_never_beyond_its_end(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize(("missing", "shown"), [(None, "9/9"), (2, "9/9"), (1, "7/9")])
-def test_only_a_bar_that_is_nearly_full_is_filled(
-    missing: int | None, shown: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_a_bar_that_is_nearly_full_is_filled(missing, shown, capsys) -> None:
     with Bar("profiling", "iteration", 9) as bar:
         bar.show(7, "")
         bar.fill(missing)
     assert capsys.readouterr().err.rstrip().rpartition("\r")[2].count(shown) == 1
 
 
-def test_what_is_not_shown_says_nothing(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_shown_says_nothing(capsys, monkeypatch) -> None:
     def use(bar: Bar) -> None:
         with bar:
             bar("text")
@@ -58,9 +49,7 @@ def test_what_is_not_shown_says_nothing(
     assert capsys.readouterr().err == "no progress bar: tqdm is not installed\n"
 
 
-def test_a_bar_that_another_process_draws_says_where_it_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bar_that_another_process_draws_says_where_it_is(tmp_path, capsys, monkeypatch) -> None:
     told = tmp_path / "bar.json"
     monkeypatch.setenv(TOLD_TO, str(told))
     monkeypatch.setattr("dlrm_workbook.ground.bar.TELL_SECONDS", 0.0)
@@ -75,9 +64,7 @@ def test_a_bar_that_another_process_draws_says_where_it_is(
     assert capsys.readouterr().err == ""
 
 
-def test_a_bar_goes_on_when_nobody_can_be_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bar_goes_on_when_nobody_can_be_told(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv(TOLD_TO, str(tmp_path / "gone" / "bar.json"))
     with Bar("training", "it", 10) as bar:
         bar.add(3)

@@ -1,7 +1,5 @@
 """Pages and notebooks as a reader meets them: in a browser, with the network off."""
 
-from __future__ import annotations
-
 import io
 import json
 import math
@@ -355,9 +353,7 @@ def run_all_cells(lab: tuple[str, str, Path], name: str, timeout_s: float) -> It
         assert seen.leaving(address, address.replace("http", "ws")) == []
 
 
-def test_executed_notebook_shows_charts_in_jupyterlab_without_trust(
-    lab: tuple[str, str, Path], report: RunFolder
-) -> None:
+def test_executed_notebook_shows_charts_in_jupyterlab_without_trust(lab, report) -> None:
     address, _, root = lab
     (root / "done.ipynb").write_bytes(report.ipynb.read_bytes())
     window = {"width": 1400, "height": 5000}
@@ -385,9 +381,7 @@ def test_our_pages_draw_every_figure_and_ask_for_nothing(our_runs: Path, name: s
 
 
 @pytest.mark.parametrize("name", [name for name in CHAIN if name in OURS])
-def test_our_notebooks_run_in_jupyterlab(
-    lab: tuple[str, str, Path], quick_chain: Chain, our_runs: Path, name: str
-) -> None:
+def test_our_notebooks_run_in_jupyterlab(lab, quick_chain, our_runs, name) -> None:
     done = latest_run(our_runs, name)
     assert done is not None
     # with the cell that papermill put in: the quick parameters instead of the experiment's
@@ -405,9 +399,7 @@ def test_our_notebooks_run_in_jupyterlab(
         wait_for_marks(page, figures)
 
 
-def test_explore_redraws_for_a_changed_input_in_jupyterlab(
-    lab: tuple[str, str, Path], tmp_path: Path
-) -> None:
+def test_explore_redraws_for_a_changed_input_in_jupyterlab(lab, tmp_path) -> None:
     nb = nbformat.read(NOTEBOOKS / "explore.ipynb", as_version=4)
     # nothing was measured there, so it opens the sample
     (parameters,) = (c for c in nb.cells if "parameters" in c.metadata.get("tags", []))

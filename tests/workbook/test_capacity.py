@@ -1,18 +1,19 @@
 """What a run needs: against what runs take, by the formulas, and where it fits."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import resource
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from commands import run_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_training import sections_with
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.machine import available_host_memory
@@ -47,14 +48,12 @@ LOWEST, HIGHEST = 0.75, 1.15
 shape, 0 to 0.3 of what is made anew; the forecast takes half of that."""
 
 
-def sections(model: dict, data: dict | None = None, **training) -> dict:
-    return {
-        "model": {"embedding_dim": 64, "tables": 8} | model,
-        "data": {"generator": "uniform", "indices_per_lookup": 2} | (data or {}),
-        "training": {"batches": 2, "device": "cpu", "threads": 1} | training,
-    }
-
-
+SECTIONS = {
+    "model": {"embedding_dim": 64, "tables": 8},
+    "data": {"generator": "uniform", "indices_per_lookup": 2},
+    "training": {"batches": 2, "device": "cpu", "threads": 1},
+}
+sections = partial(sections_with, SECTIONS)
 SHAPES = {
     "embeddings": sections(
         {"bottom_mlp": [64, 64], "top_mlp": [64, 1], "table_rows": 150_000},
@@ -376,10 +375,7 @@ def test_limits_of_the_process_count():
         "print(available_host_memory())"
     )
     for limit in ("RLIMIT_AS", "RLIMIT_DATA"):
-        done = subprocess.run(
-            [sys.executable, "-c", code.format(limit)], capture_output=True, text=True
-        )
-        assert 1 << 30 < int(done.stdout) < 1 << 31, done.stderr
+        assert 1 << 30 < int(run_python(code.format(limit))) < 1 << 31
     assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
 
 

@@ -1,7 +1,5 @@
 """Charts of a page in use: hovering, zooming, searching, narrow windows, the keyboard."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -129,20 +127,15 @@ def test_operators_appear_when_the_reader_zooms_in(address: str) -> None:
 
 
 @pytest.mark.parametrize("width", [420, 1100, 1440])
-def test_labels_stay_inside_and_apart(address: str, width: int) -> None:
+def test_labels_stay_inside_and_apart_and_drawing_moves_nothing_below(
+    address: str, width: int
+) -> None:
     with open_page(address, viewport={"width": width, "height": 900}) as (page, _):
         wait_for_marks(page, 3)
         page.wait_for_timeout(500)
+        assert len(page.evaluate("window.reserved")) == 3 and page.evaluate(GROWN) == []
         for plot in page.locator(".plot").all():
             assert plot.evaluate(CLASHES) == []
-
-
-@pytest.mark.parametrize("width", [420, 1440])
-def test_drawing_a_figure_moves_nothing_below_it(address: str, width: int) -> None:
-    with open_page(address, viewport={"width": width, "height": 900}) as (page, _):
-        wait_for_marks(page, 3)
-        page.wait_for_timeout(300)
-        assert len(page.evaluate("window.reserved")) == 3 and page.evaluate(GROWN) == []
 
 
 def test_an_address_within_the_page_is_where_the_reader_lands(address: str) -> None:

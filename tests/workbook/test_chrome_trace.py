@@ -1,7 +1,5 @@
 """Chrome traces of any program: what is read of them, and what in them is named as wrong."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
@@ -39,12 +37,12 @@ def facts(folder: Path) -> dict[str, Any]:
 
 
 def on_gpu(name: str, start: float, duration: Any, correlation: int = 1, **more: Any) -> Any:
-    event = gpu_trace._on_gpu("kernel", name, start, start, 7, correlation=correlation)
+    event = gpu_trace.on_gpu("kernel", name, start, start, 7, correlation=correlation)
     return event | {"dur": duration} | more
 
 
 def launch(start: float, correlation: int, name: str = "cudaLaunchKernel") -> Any:
-    return gpu_trace._span("cuda_runtime", name, start, start + 1, correlation=correlation)
+    return gpu_trace.span("cuda_runtime", name, start, start + 1, correlation=correlation)
 
 
 def caution(events: Events, words: str) -> str:
@@ -129,9 +127,9 @@ def test_arguments_become_columns(tmp_path: Path) -> None:
     args |= {"Collective name": "all_to_allv", "In msg nelems": 8, "Out msg nelems": 6}
     args |= {"dtype": "Float", "Group size": 4, "Process Group Name": "0"}
     kernel = on_gpu("ncclDevKernel_SendRecv", 5, 3) | {"args": args}
-    operator = gpu_trace._span("cpu_op", "MmBackward0", 0, 9, **{"Sequence number": 12})
+    operator = gpu_trace.span("cpu_op", "MmBackward0", 0, 9, **{"Sequence number": 12})
     operator["args"] |= {"Fwd thread id": 1, "Input Dims": [[2, 3]], "Input type": ["double"]}
-    frame = gpu_trace._span("python_function", "nn.Module: Linear_0", 0, 9)
+    frame = gpu_trace.span("python_function", "nn.Module: Linear_0", 0, 9)
     frame["args"] |= {"Python id": 7, "Python parent id": 6, "Python module id": 0}
     flow = {"cat": "fwdbwd", "name": "fwdbwd", "id": 3, "pid": 1, "ts": gpu_trace.BASE_US}
     flows = [flow | {"ph": "s", "tid": 10}, flow | {"ph": "f", "tid": 11, "bp": "e"}]
@@ -181,7 +179,7 @@ def test_nanoseconds_are_told_by_the_bandwidth_of_copies(tmp_path: Path) -> None
 
 
 def test_nanoseconds_since_1970_are_told_by_their_size(tmp_path: Path) -> None:
-    event = gpu_trace._span("cpu_op", "aten::mm", 0, 0)
+    event = gpu_trace.span("cpu_op", "aten::mm", 0, 0)
     event |= {"ts": 1_712_195_495_505_583_001, "dur": 7}
     found = read(tmp_path, [event, event | {"ts": event["ts"] + 3}])
     assert found.host[["start", "end"]].to_numpy().tolist() == [[0, 7], [3, 10]]
@@ -192,7 +190,7 @@ def test_nanoseconds_since_1970_are_told_by_their_size(tmp_path: Path) -> None:
 
 
 def test_invalid_events_are_repaired_or_left_out_and_counted(tmp_path: Path) -> None:
-    good = json.dumps(gpu_trace._span("cpu_op", "aten::mm", 0, 5, correlation=3))
+    good = json.dumps(gpu_trace.span("cpu_op", "aten::mm", 0, 5, correlation=3))
     quoted = r'{"device": "cpu", "dtype": "float32"}(12): run'
     names = [quoted, "C:\\User(1): f", "a\x01b\tc"]
     invalid = [good.replace("aten::mm", name) for name in names]
@@ -209,12 +207,10 @@ def test_invalid_events_are_repaired_or_left_out_and_counted(tmp_path: Path) -> 
 
 @settings(max_examples=25)
 @given(st.integers(20, 400), st.integers(500, 3000), st.booleans(), st.integers(1, 3))
-def test_windows_of_any_size_give_the_same(
-    piece: int, ahead: int, packed: bool, processes: int
-) -> None:
+def test_windows_of_any_size_give_the_same(piece, ahead, packed, processes) -> None:
     import tempfile
 
-    nested = gpu_trace._span("cpu_op", "aten::mm", 0, 5, given=[{"a": 1}, {"b": ["}, {"]}])
+    nested = gpu_trace.span("cpu_op", "aten::mm", 0, 5, given=[{"a": 1}, {"b": ["}, {"]}])
     texts = [json.dumps(event) for event in [*gpu_trace.events(), nested]]
     texts.append(texts[4].replace("aten::addmm", 'a "quoted" name'))
     events = ", ".join([*texts, *texts])
@@ -249,7 +245,7 @@ def test_a_helper_that_is_killed_is_told(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_times_that_are_none_are_named(tmp_path: Path) -> None:
-    span = gpu_trace._span("cpu_op", "aten::mm", 1, 2)
+    span = gpu_trace.span("cpu_op", "aten::mm", 1, 2)
     events = gpu_trace.events() + [span] * 10
     events += [span | {"dur": -4}, span | {"ts": None}, span | {"ts": "soon"}]
     events += [{name: value for name, value in span.items() if name != "dur"}]
@@ -348,9 +344,7 @@ def test_a_real_trace_that_is_cut_short_is_refused(tmp_path: Path, name: str) ->
             open_recording(path)
 
 
-def test_bombs_and_pipes_and_depths_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bombs_and_pipes_and_depths_are_refused(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(json_stream, "UNSUSPICIOUS", 1 << 20)
     bomb = tmp_path / "bomb.json.gz"
     bomb.write_bytes(gzip.compress(b'{"traceEvents": [' + b" " * (12 << 20)))

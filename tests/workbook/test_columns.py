@@ -1,7 +1,5 @@
 """``dlrm help columns`` lists the columns of frames of real recordings, and no others."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

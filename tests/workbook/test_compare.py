@@ -1,7 +1,5 @@
 """Comparisons of finished runs and of a change: parts, trees, verdicts, what is drawn."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -178,9 +176,7 @@ def test_finished_runs_make_a_whole_document(tmp_path: Path) -> None:
         (2.3, 2.5, "is outside that range; the predicted time is 16.7% too short."),
     ],
 )
-def test_a_measured_gain_is_held_against_the_predicted_range(
-    tmp_path: Path, low: float, high: float, said: str
-) -> None:
+def test_a_measured_gain_is_held_against_the_predicted_range(tmp_path, low, high, said) -> None:
     places = [saved(tmp_path / "a", noisy(0)), saved(tmp_path / "b", noisy(1))]
     compared = comparison.comparison_of(tiny(), tmp_path, change={}, runs=places)
     (outcome,) = compared.outcomes
@@ -286,9 +282,7 @@ def test_a_comparison_names_every_time_of_an_iteration_once(tmp_path: Path) -> N
     assert compared.other_times().empty
 
 
-def test_stages_give_frames_and_can_be_run_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stages_give_frames_and_can_be_run_again(tmp_path, monkeypatch) -> None:
     place = saved(tmp_path / "a", noisy(0))
     profiled: list[str] = []
     ran: list[tuple[str, int]] = []

@@ -1,7 +1,5 @@
 """Intervals and scaling laws: known values, planted laws, and how often they are right."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -37,17 +35,13 @@ SIZES = 64 * 2.0 ** np.arange(7)
     ("probability", "degrees", "expected"),
     [(0.975, 1, 12.7062), (0.975, 5, 2.5706), (0.975, 30, 2.0423), (0.995, 2, 9.9248)],
 )
-def test_students_quantiles_are_those_of_the_tables(
-    probability: float, degrees: float, expected: float
-) -> None:
+def test_students_quantiles_are_those_of_the_tables(probability, degrees, expected) -> None:
     assert t_quantile(probability, degrees) == pytest.approx(expected, abs=1e-4)
     assert t_quantile(1 - probability, degrees) == pytest.approx(-expected, abs=1e-4)
 
 
 @given(st.floats(0.5, 200), st.floats(-8, 8))
-def test_students_distribution_is_symmetric_and_inverted_by_its_quantile(
-    degrees: float, t: float
-) -> None:
+def test_students_distribution_is_symmetric_and_inverted_by_its_quantile(degrees, t) -> None:
     p = t_cdf(t, degrees)
     assert p + t_cdf(-t, degrees) == pytest.approx(1, abs=1e-9)
     if 1e-6 < p < 1 - 1e-6:

@@ -1,7 +1,5 @@
 """What the compare and sweep notebooks show, run in this process on made profiles."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,13 +1,12 @@
 """Two recordings of any programs side by side: device, host and idle time; what makes a ratio."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
 
 import gpu_trace
 import pytest
+from profile_rows import bare_profile
 from recordings import SEVERAL, TRACES, expected, recording
 from test_compare import tiny
 
@@ -33,9 +32,7 @@ def ranks() -> dict[int, Profile]:
     return open_recording(recording(SEVERAL)).ranks
 
 
-def test_device_time_and_launches_are_those_of_the_raw_events(
-    meta: Profile, ranks: dict[int, Profile]
-) -> None:
+def test_device_time_and_launches_are_those_of_the_raw_events(meta, ranks) -> None:
     table = compare.recorded_differences(meta, ranks[0])
     truth = expected(META)
     # six iterations of one, one of the other
@@ -131,7 +128,7 @@ def test_what_no_gpu_measured_is_not_zero(tmp_path: Path) -> None:
 
 
 def test_a_recording_without_times_has_no_parts() -> None:
-    nothing = Profile.build(contexts=None, metrics=None, values=None, threads=None)
+    nothing = bare_profile()
     assert compare.recorded_parts(nothing).empty
     assert compare.recorded_differences(nothing, nothing).empty
 

@@ -1,7 +1,5 @@
 """Changes as people write them, and runs in turns."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -141,9 +139,7 @@ def test_only_the_changed_part_is_told() -> None:
 @given(
     st.lists(st.tuples(*[st.floats(0.1, 1e3)] * 6), min_size=1, max_size=7),
 )
-def test_parts_add_up_to_the_pair_of_times_whose_ratio_is_the_speedup(
-    rounds: list[tuple[float, ...]],
-) -> None:
+def test_parts_add_up_to_the_pair_of_times_whose_ratio_is_the_speedup(rounds) -> None:
     names = ["round", "setting", "component", "phase", "time_ms"]
     rows: list[tuple[int, str, str, str, float]] = []
     for number, times in enumerate(rounds):

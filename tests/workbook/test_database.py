@@ -1,7 +1,5 @@
 """The database reader against stored figures and against the writer."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -32,7 +30,7 @@ from dlrm_workbook.recordings.hpctoolkit.views import (
     functions_table,
 )
 from tests.gpu_database import made as gpu_database
-from tests.hpctoolkit_tree import FUNCTION, LINE, Tree, random_tree
+from tests.hpctoolkit_tree import FUNCTION, LINE, random_tree, tree_of
 from tests.hpctoolkit_writer import Measured, write_database
 
 
@@ -272,9 +270,7 @@ def test_memory_is_that_of_the_contexts_and_not_of_the_threads(tmp_path: Path) -
     assert (peaks[220] - peaks[20]) / 200 < 4_000
 
 
-def test_of_more_threads_than_a_page_has_room_for_the_others_are_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_more_threads_than_a_page_has_room_for_the_others_are_one(tmp_path, monkeypatch) -> None:
     database = read_database(many_threads(tmp_path / "d", 12))
     every = profile_from_database(database)
     assert "left_out" not in every.meta and len(every.threads) == 12
@@ -303,9 +299,7 @@ def test_of_more_threads_than_a_page_has_room_for_the_others_are_one(
         pd.testing.assert_frame_equal(*alike)
 
 
-def test_many_values_leave_room_for_fewer_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_values_leave_room_for_fewer_threads(tmp_path, monkeypatch) -> None:
     database = read_database(many_threads(tmp_path / "d", 12))
     rows = [database.profiles[t.profile].count + 2000 for t in database.threads]
     for most, threads in ((sum(rows), 12), (sum(rows) - 1, 11), (3 * max(rows), 3), (1, 1)):
@@ -313,9 +307,7 @@ def test_many_values_leave_room_for_fewer_threads(
         assert len(to_profile.held_threads(database)) == threads
 
 
-def test_streams_with_the_least_work_are_left_out_of_the_timeline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_streams_with_the_least_work_are_left_out_of_the_timeline(tmp_path, monkeypatch) -> None:
     every = gpu_database(tmp_path / "d")
     monkeypatch.setattr(to_profile, "MOST_THREADS", 1)
     some = profile_from_database(read_database(tmp_path / "d"))
@@ -327,19 +319,10 @@ def test_streams_with_the_least_work_are_left_out_of_the_timeline(
 
 
 def test_parts_are_found_by_python_functions_only(tmp_path: Path) -> None:
-    functions = ["main", "top_mlp_forward", "gemm", "bottom_mlp_backward", "loss_forward"]
-    parent = np.array([-1, 0, 1, 2, 3, 0])
-    function = np.array([0, 1, 2, 3, 2, 4])
-    tree = Tree(
-        parent=parent,
-        kind=np.zeros(6, np.int64),
-        call=np.ones(6, np.bool_),
-        function=function,
-        line=np.ones(6, np.int64),
-        hidden=np.zeros(6, np.bool_),
-        functions=functions,
-        python=frozenset([0, 1, 3]),  # loss_forward is a C++ function here
-    )
+    rows = [("main", -1, 1), ("top_mlp_forward", 0, 1), ("gemm", 1, 1)]
+    rows += [("bottom_mlp_backward", 2, 1), ("gemm", 3, 1), ("loss_forward", 0, 1)]
+    python = {"main", "top_mlp_forward", "bottom_mlp_backward"}  # loss_forward is C++ here
+    tree = tree_of(rows, python.__contains__, threads=1)
     write_database(tmp_path / "d", tree, [Measured({"CPUTIME (sec)": np.ones(6)})])
     contexts = profile_from_database(read_database(tmp_path / "d")).contexts
     found = {

@@ -1,7 +1,5 @@
 """Metrics of a database: their names, what was not measured."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pandas as pd

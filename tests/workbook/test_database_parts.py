@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dlrm_workbook.recordings.hpctoolkit.database import read_database
 from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
 from dlrm_workbook.recordings.profile import Profile
-from tests.hpctoolkit_tree import FUNCTION, LINE, Tree
+from tests.hpctoolkit_tree import tree_of
 from tests.hpctoolkit_writer import Measured, write_database
 
 NODE = "torch::autograd::generated::{}Backward0::apply(std::vector<at::Tensor>&&)"
@@ -47,7 +47,6 @@ STEP_WITH_BIAS = (*STEP, (18, 2))
 
 def recorded(folder: Path, iterations: int, trace: bool = True) -> Profile:
     """A database of that many iterations, each kernel below a ``<gpu kernel>``."""
-    names = list(dict.fromkeys([name for name, _, _ in NODES if name] + ["<gpu kernel>"]))
     rows: list[tuple[str, int, int]] = []
     place: dict[int, int] = {}
     for number, (name, parent, line) in enumerate(NODES):
@@ -57,17 +56,7 @@ def recorded(folder: Path, iterations: int, trace: bool = True) -> Profile:
             above = len(rows) - 1
         place[number] = len(rows)
         rows.append((name, above, line))
-    tree = Tree(
-        parent=np.array([parent for _, parent, _ in rows]),
-        kind=np.array([FUNCTION if name else LINE for name, _, _ in rows]),
-        call=np.array([bool(name) for name, _, _ in rows]),
-        function=np.array([names.index(name) if name else 0 for name, _, _ in rows]),
-        line=np.array([line for _, _, line in rows]),
-        hidden=np.zeros(len(rows), bool),
-        functions=names,
-        entries=["main thread", "application thread"],
-        python=frozenset(i for i, name in enumerate(names) if "(" not in name and "<" not in name),
-    )
+    tree = tree_of(rows, lambda name: "(" not in name and "<" not in name)
     time, count = np.zeros(len(rows)), np.zeros(len(rows))
     samples: list[tuple[int, int]] = []
     clock = 1_000
@@ -98,9 +87,7 @@ def by_part(run: Profile, metric: str) -> dict[tuple[str, str], float]:
 
 @settings(max_examples=10)
 @given(iterations=st.integers(5, 30))
-def test_kernels_of_one_call_path_are_divided_by_order(
-    iterations: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_kernels_of_one_call_path_are_divided_by_order(iterations, tmp_path_factory) -> None:
     run = recorded(tmp_path_factory.mktemp("database") / "made.d", iterations)
     assert len(run.iterations) == iterations
     expected = {

@@ -1,7 +1,5 @@
 """Databases that are refused, and in which words."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,14 +3,13 @@
 import functools
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import yaml
+from commands import run_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from same_files import assert_same_files
@@ -499,4 +498,4 @@ def test_making_data_sets_needs_no_torch():
         "import sys; import dlrm_workbook.datasets.command; from dlrm_kernels import data_sets; "
         "data_sets.fill_words(1, 0, data_sets.np.empty(4, 'u8')); sys.exit('torch' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run_python(code)

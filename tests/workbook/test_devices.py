@@ -1,7 +1,5 @@
 """GPUs by name and by what their driver calls them."""
 
-from __future__ import annotations
-
 import pytest
 
 from dlrm_core.base.errors import InputError

@@ -1,7 +1,5 @@
 """A full disk, a reader that went away, a process that was killed: sentences, and nothing lost."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource
@@ -114,9 +112,7 @@ def test_lines_that_do_not_fit_are_told_and_do_not_hide_another_error() -> None:
         raise ZeroDivisionError
 
 
-def test_a_silent_child_whose_output_cannot_be_kept_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_child_whose_output_cannot_be_kept_is_ended(tmp_path, monkeypatch) -> None:
     from dlrm_workbook.ground import processes
 
     (tmp_path / "full").symlink_to("/dev/full")

@@ -1,7 +1,5 @@
 """Two recordings of one run agree exactly as far as their errors allow."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

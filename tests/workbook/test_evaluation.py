@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from observers import Calling
+from small_training import parameters_with
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.config import parameters_from_sections
 from dlrm_core.data.loader import make_generator
 from dlrm_core.run.evaluate import HeldOut, evaluate, held_out_batches, predict
 from dlrm_core.train import Trainer, train
@@ -49,14 +50,7 @@ TEACHER = {
 }
 
 
-def teacher(model=None, data=None, **training):
-    return parameters_from_sections(
-        {
-            "model": TEACHER["model"] | (model or {}),
-            "data": TEACHER["data"] | (data or {}),
-            "training": TEACHER["training"] | training,
-        }
-    )
+teacher = partial(parameters_with, TEACHER)
 
 
 def brute_force_auc(scores, clicks):

@@ -1,7 +1,5 @@
 """What a notebook of one's own begins with: any recording, its tables, Hatchet, lists to choose."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

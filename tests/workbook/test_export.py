@@ -1,7 +1,5 @@
 """``dlrm export``: what other viewers are given is what the recording holds."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import tempfile
@@ -94,9 +92,7 @@ def test_a_call_tree_adds_up_to_the_recording() -> None:
 
 
 @pytest.mark.parametrize("to", ["perfetto", "speedscope"])
-def test_the_command_writes_a_whole_file_and_names_it(
-    to: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_a_whole_file_and_names_it(to, tmp_path, capsys) -> None:
     run = sample_profile().save(tmp_path / "profile")
     plain, packed = tmp_path / "out.json", tmp_path / "out.json.gz"
     for target in (plain, packed):
@@ -107,9 +103,7 @@ def test_the_command_writes_a_whole_file_and_names_it(
     assert document["traceEvents" if to == "perfetto" else "profiles"]
 
 
-def test_what_has_no_timeline_is_refused_with_the_other_way(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_has_no_timeline_is_refused_with_the_other_way(tmp_path, capsys) -> None:
     whole = sample_profile()
     tables = {n: getattr(whole, n) for n in ("contexts", "metrics", "values", "threads")}
     run = Profile.build(meta=whole.meta, **tables).save(tmp_path / "profile")
@@ -132,11 +126,11 @@ def test_no_two_events_of_a_track_overlap(drawn: list[tuple[int, int, str]]) -> 
     events = gpu_trace.events()
     for number, (start, length, what) in enumerate(drawn):
         if what == "o":
-            events.append(gpu_trace._span("cpu_op", "a", start, start + length))
+            events.append(gpu_trace.operator("a", start, start + length))
         else:
             kind = {"k": "kernel", "c": "gpu_memcpy"}[what]
             end = start + length
-            events.append(gpu_trace._on_gpu(kind, "b", start, end, 7, correlation=1000 + number))
+            events.append(gpu_trace.on_gpu(kind, "b", start, end, 7, correlation=1000 + number))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         path.write_text(json.dumps({"traceEvents": events}))

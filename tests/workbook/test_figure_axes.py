@@ -1,7 +1,5 @@
 """What figures and tables share: rows, intervals, logarithmic scales, numbers as text."""
 
-from __future__ import annotations
-
 import math
 from html import unescape
 from pathlib import Path

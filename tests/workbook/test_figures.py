@@ -1,7 +1,5 @@
 """Figures of a profile recorded here: the marks, units, order and colours they must have."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """Findings as a whole: ranking, the limit's sentence, the document; and slow data."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from typing import Any

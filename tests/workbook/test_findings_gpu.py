@@ -1,7 +1,5 @@
 """Rules of the GPU on traces made by hand: synchronisation, copies, launches, tensor cores."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,7 +34,7 @@ class Trace:
         self.correlation = 100
 
     def host(self, category: str, name: str, start: float, end: float, **args: Any) -> None:
-        self.events.append(gpu_trace._span(category, name, start, end, **args))
+        self.events.append(gpu_trace.span(category, name, start, end, **args))
 
     def launch(self, at: float, name: str, start: float, end: float, **args: Any) -> None:
         """A call of 2 us on the host and what it runs on the device."""
@@ -47,7 +45,7 @@ class Trace:
         category = "gpu_memcpy" if copy else "kernel"
         stream = 9 if copy else 7
         self.events.append(
-            gpu_trace._on_gpu(
+            gpu_trace.on_gpu(
                 category, name, start, end, stream, correlation=self.correlation, **args
             )
         )
@@ -105,9 +103,7 @@ def growing(trace: Trace, lengths: list[list[float]]) -> None:
 SLOW, FAST = [500.0, 460.0], [250.0, 230.0]
 
 
-def test_a_gpu_that_becomes_slower_is_named_with_the_iteration_and_the_factor(
-    trace: Trace,
-) -> None:
+def test_a_gpu_that_becomes_slower_is_named_with_the_iteration_and_the_factor(trace) -> None:
     growing(trace, [FAST, FAST, FAST, SLOW, SLOW, SLOW])
     first = listed(trace.read())[0]
     assert first.id == "slower_gpu" and "from iteration 4 of 6 on" in first.title
@@ -218,15 +214,13 @@ def test_work_behind_a_function_of_the_host_is_no_other_process(trace: Trace, be
         ("Lazy Function Loading", True),
     ],
 )
-def test_time_that_the_profiler_takes_for_itself_is_named_as_its_own(
-    trace: Trace, name: str, in_call: bool
-) -> None:
+def test_time_that_the_profiler_takes_for_itself_is_named_as_its_own(trace, name, in_call) -> None:
     for number in range(STEPS):
         begin = trace.step(number)
         trace.launch(begin + 5, "sm90_bf16_gemm", begin + 10, begin + 500)
         called = (begin + 505, begin + 950) if in_call else (begin + 505, begin + 506)
         trace.host("cuda_runtime", "cudaLaunchKernel", *called, correlation=900 + number)
-        trace.events.append(gpu_trace._span("overhead", name, begin + 510, begin + 910, tid=999))
+        trace.events.append(gpu_trace.span("overhead", name, begin + 510, begin + 910, tid=999))
         trace.launch(begin + 955, "sm90_bf16_gemm", begin + 960, begin + 990)
     rules = found(trace.read())
     named = in_call and name == "Activity Buffer Request"
@@ -371,9 +365,7 @@ def test_launches_that_all_take_long_load_nothing(trace: Trace) -> None:
 
 
 @pytest.mark.parametrize("name", ["copy(float*, int)", "at::native::copy_kernel<float>"])
-def test_kernels_of_no_framework_are_not_judged_by_their_bare_names(
-    trace: Trace, name: str
-) -> None:
+def test_kernels_of_no_framework_are_not_judged_by_their_bare_names(trace, name) -> None:
     for begin in trace.steps("mine"):
         trace.launch(begin + 2, name, begin + 5, begin + 990)
     assert ("layout_copies" in found(trace.read())) == name.startswith("at::")
@@ -399,7 +391,7 @@ def test_pages_of_unified_memory_are_no_launches_and_the_reason_of_gaps(trace: T
     for number in range(150):
         at = 60 + 100.0 * number
         trace.events.append(
-            gpu_trace._on_gpu("gpu_memcpy", "Memcpy DtoH (unified memory)", at, at + 5, 9, bytes=9)
+            gpu_trace.on_gpu("gpu_memcpy", "Memcpy DtoH (unified memory)", at, at + 5, 9, bytes=9)
         )
     rules = found(trace.read())
     assert "launch_bound" not in rules
@@ -615,9 +607,7 @@ def test_one_call_goes_before_launches_that_take_more_in_all(trace: Trace) -> No
 
 
 @pytest.mark.parametrize("sorted_in", [(3,), (), (0, 1, 2, 3, 4, 5, 6)])
-def test_what_few_iterations_do_is_told_though_they_take_no_longer(
-    trace: Trace, sorted_in: tuple[int, ...]
-) -> None:
+def test_what_few_iterations_do_is_told_though_they_take_no_longer(trace, sorted_in) -> None:
     for number in range(7):
         begin = trace.step(number, STEP_OF_OTHERS)
         sort = 500.0 if number in sorted_in else 0.0
@@ -671,9 +661,7 @@ def test_an_exchange_on_another_thread_is_named_where_the_step_waits_for_it(
 
 
 @pytest.mark.parametrize("length_us", [600, 150])
-def test_the_operator_that_makes_the_batch_of_another_program_is_named(
-    trace: Trace, length_us: float
-) -> None:
+def test_the_operator_that_makes_the_batch_of_another_program_is_named(trace, length_us) -> None:
     for begin in trace.steps(STEP_OF_OTHERS):
         trace.host("user_annotation", "## load_batch ##", begin + 10, begin + 710)
         trace.host("cpu_op", "aten::randn", begin + 20, begin + 24 + length_us)
@@ -743,7 +731,7 @@ def test_launches_that_wait_for_their_kernels(trace: Trace, blocking: bool) -> N
             to = {"correlation": trace.correlation}
             returned = at + 60 if blocking else at + 2
             trace.host("cuda_runtime", "cudaLaunchKernel", at, returned, **to)
-            trace.events.append(gpu_trace._on_gpu("kernel", "sm90_gemm", at + 3, at + 55, 7, **to))
+            trace.events.append(gpu_trace.on_gpu("kernel", "sm90_gemm", at + 3, at + 55, 7, **to))
     rules = found(trace.read())
     assert ("blocking_launches" in rules) == blocking
     if blocking:

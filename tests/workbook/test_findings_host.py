@@ -1,7 +1,5 @@
 """Rules on the system's counters: each fires on its cause, names it, and is silent else."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ from dlrm_workbook.analysis.findings import cautions
 from dlrm_workbook.analysis.findings.finding import LIMITS
 from dlrm_workbook.analysis.findings.host import growth
 from dlrm_workbook.recordings.profile import Profile
-from dlrm_workbook.recordings.torch.trace import read_trace
 
 MACHINE = {"usable_cores": 2}
 PARTS = {
@@ -95,9 +92,9 @@ def test_operators_of_one_kind_count_together(tmp_path: Path) -> None:
     names = {"ConvolutionBackward0": 300, "aten::conv2d": 200, "aten::add_": 240, "aten::relu": 90}
     at, events = 0.0, []
     for name, us in names.items():
-        events.append(gpu_trace._span("cpu_op", name, at, at + us))
+        events.append(gpu_trace.operator(name, at, at + us))
         at += us
-    (first,) = listed(read_trace(gpu_trace.write(tmp_path / "trace.json", events)))
+    (first,) = listed(gpu_trace.read(tmp_path, events))
     assert first.title == "Convolutions take 60% of the recording"
     assert "ConvolutionBackward0 0.300 ms, aten::conv2d 0.200 ms" in first.evidence
 

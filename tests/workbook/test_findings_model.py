@@ -1,7 +1,5 @@
 """Rules on the model's parts: operators, tables, settings that were probed and found faster."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pandas as pd
@@ -95,9 +93,7 @@ def test_what_the_shapes_ask_for_is_no_finding() -> None:
     ],
     ids=["anomaly", "dense", "conversions", "readbacks", "foreign", "tiny"],
 )
-def test_operators_that_do_not_belong_are_told_by_what_they_do(
-    extra: Operators, id_: str, component: str
-) -> None:
+def test_operators_that_do_not_belong_are_told_by_what_they_do(extra, id_, component) -> None:
     first = listed(step(extra))[0]
     assert (first.id, first.component) == (id_, component)
     assert ordered(first.predicted_speedup)
@@ -216,9 +212,7 @@ HEAVY: Operators = {("top_mlp", "forward", "aten::addmm"): (40.0, 2.0)}
         ({"training.precision": "bf16"}, {"refused": "no"}, None),
     ],
 )
-def test_a_faster_setting_that_was_probed(
-    change: dict[str, Any], more: dict[str, Any], id_: str | None
-) -> None:
+def test_a_faster_setting_that_was_probed(change, more, id_) -> None:
     gemm = [{"precision": "fp32_onednn", "relative_error": more.get("error")}]
     probes = probed(change, 10.0, 4.0, **more)
     profile = step(HEAVY, part_probes=probes, ceilings={"gemm": gemm})

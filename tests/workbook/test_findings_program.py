@@ -1,7 +1,5 @@
 """Rules that read the user's lines and what one iteration showed: a program with many faults."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections import Counter
@@ -62,9 +60,7 @@ def by_id(profile: Profile, name: str) -> list[Finding]:
     return [one for one in findings(profile, attribute(profile)) if one.id == name]
 
 
-def test_what_the_loop_does_around_the_model_is_named_once_each_by_its_line(
-    careless: Profile,
-) -> None:
+def test_what_the_loop_does_around_the_model_is_named_once_each_by_its_line(careless) -> None:
     found = {each.title.split("`")[1]: each for each in by_id(careless, "around_model")}
     assert set(found) == {"log_rows", "evaluate"}
     rows = around(careless).set_index("function")
@@ -247,9 +243,7 @@ def test_a_teacher_is_no_waste_where_the_loss_takes_what_it_says() -> None:
     assert without == own == {0: 0, 1: 256, 2: 256, 3: 0}
 
 
-def test_loops_passes_of_parts_and_what_is_computed_again_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loops_passes_of_parts_and_what_is_computed_again_are_named(tmp_path, monkeypatch) -> None:
     program = Path(odd_program.__file__)
     profile = recorded(tmp_path, "parts", iterations=2, program=program)
     (again,) = by_id(profile, "run_again")
@@ -270,9 +264,7 @@ def test_loops_passes_of_parts_and_what_is_computed_again_are_named(
     assert not list(operators.many_passes(evidence, ledger))  # which tells of it
 
 
-def test_whole_tables_equal_operands_and_gradients_that_nobody_takes_are_named(
-    tmp_path: Path,
-) -> None:
+def test_whole_tables_equal_operands_and_gradients_that_nobody_takes_are_named(tmp_path) -> None:
     program = Path(odd_program.__file__)
     profile = recorded(tmp_path, "tables", iterations=6, program=program)
     found = {one.id: one for one in findings(profile, attribute(profile))}
@@ -316,9 +308,7 @@ def test_a_thread_that_keeps_pythons_lock_is_named_by_its_line(tmp_path: Path) -
     assert "in `burn` (`careless_program.py:" in thread.title
 
 
-def test_only_equal_operators_on_the_same_values_compute_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_only_equal_operators_on_the_same_values_compute_again(monkeypatch) -> None:
     monkeypatch.setattr(seen_operators, "MOST_S", 60)
 
     class Model(torch.nn.Module):

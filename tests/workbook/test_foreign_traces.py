@@ -1,7 +1,5 @@
 """Traces of programs that are not ours: parts, steps and kernels, of real and of small ones."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import tarfile
@@ -13,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from gpu_trace import call, kernel, mark, operator
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -155,10 +154,6 @@ def test_properties_of_kernels_are_means_over_launches() -> None:
 # ---- small traces, made by hand ---------------------------------------------------------
 
 
-def trace_of(tmp_path: Path, events: list[dict[str, Any]], **parts: str) -> Profile:
-    return read_trace(gpu_trace.write(tmp_path / "trace.json", events), parts)
-
-
 def dlrm_step(at: float, number: int, annotated: bool = True) -> list[dict[str, Any]]:
     """A step of 100 us without a name of any part: two MLPs, a lookup, an interaction, a loss.
 
@@ -168,9 +163,10 @@ def dlrm_step(at: float, number: int, annotated: bool = True) -> list[dict[str, 
     order += ["aten::linear", "aten::binary_cross_entropy"]
     nodes = ["AddmmBackward0", "EmbeddingBagBackward0", "CatBackward0", "BmmBackward0"]
     nodes += ["IndexBackward0", "AddmmBackward0", "BinaryCrossEntropyBackward0"]
+    shape = {"grid": [4, 2, 1], "block": [64, 1, 1], "registers per thread": 32}
     events = []
     if annotated:
-        events.append(gpu_trace._span("user_annotation", f"iteration {number}", at, at + 99))
+        events.append(mark(f"iteration {number}", at, at + 99))
     calls = [(name, 10, 5.0 * place, 0) for place, name in enumerate(order)]
     calls += [
         (f"autograd::engine::evaluate_function: {name}", 11, 40 + 5.0 * place, 1)
@@ -184,17 +180,12 @@ def dlrm_step(at: float, number: int, annotated: bool = True) -> list[dict[str, 
         numbers = {} if side < 0 else {"Sequence number": 100 * number + sequence}
         category = "user_annotation" if name.startswith("Optimizer") else "cpu_op"
         events += [
-            gpu_trace._span(
+            gpu_trace.span(
                 category, name, begun, begun + 4, tid=thread, **numbers, **{"Fwd thread id": side}
             ),
-            gpu_trace._span(
-                "cuda_runtime", "cudaLaunchKernel", begun + 1, begun + 2, tid=thread,
-                correlation=identity,
-            ),
-            gpu_trace._on_gpu("kernel", f"kernel of {name}", begun + 3, begun + 4, 7,
-                              correlation=identity, grid=[4, 2, 1], block=[64, 1, 1],
-                              **{"registers per thread": 32}),
-        ]  # fmt: skip
+            call("cudaLaunchKernel", begun + 1, begun + 2, identity) | {"tid": thread},
+            kernel(f"kernel of {name}", begun + 3, begun + 4, identity, **shape),
+        ]
     return events
 
 
@@ -222,11 +213,9 @@ STEP_US = {
 
 @pytest.mark.parametrize("numbered", [True, False])
 @pytest.mark.parametrize("annotated", [True, False])
-def test_parts_follow_from_order_where_nothing_names_them(
-    tmp_path: Path, numbered: bool, annotated: bool
-) -> None:
+def test_parts_follow_from_order_where_nothing_names_them(tmp_path, numbered, annotated) -> None:
     events = [event for n in range(8) for event in dlrm_step(100.0 * n, n, annotated)]
-    profile = trace_of(tmp_path, events if numbered else without(events, "Sequence number"))
+    profile = gpu_trace.read(tmp_path, events if numbered else without(events, "Sequence number"))
     assert len(profile.iterations) == 8
     assert profile.meta["iterations_from"].startswith("the r")
     times = device_ms(profile) / 8 * 1e3
@@ -248,18 +237,18 @@ def test_flows_join_nodes_to_their_operators_where_numbers_do_not(tmp_path: Path
     for event in events:  # so that order tells nothing
         if event["ph"] == "X" and "Backward0" in str(event["name"]) and event["cat"] == "cpu_op":
             event["name"] = "autograd::engine::evaluate_function: MineBackward0"
-    profile = trace_of(tmp_path, without(events, "Sequence number"))
+    profile = gpu_trace.read(tmp_path, without(events, "Sequence number"))
     times = device_ms(profile) / 8 * 1e3
     assert times[times > 0].round(6).to_dict() == STEP_US
 
 
 def test_a_users_map_comes_first(tmp_path: Path) -> None:
-    profile = trace_of(tmp_path, dlrm_step(0, 0), **{"aten::linear": "embedding"})
+    profile = gpu_trace.read(tmp_path, dlrm_step(0, 0), {"aten::linear": "embedding"})
     assert "bottom_mlp" not in set(profile.contexts["component"])
 
 
 def test_properties_of_kernels_are_named_as_hpctoolkits(tmp_path: Path) -> None:
-    table = kernel_table(trace_of(tmp_path, dlrm_step(0, 0)))
+    table = kernel_table(gpu_trace.read(tmp_path, dlrm_step(0, 0)))
     assert set(table["blocks"]) == {8} and set(table["threads_per_block"]) == {64}
     assert set(table["registers"]) == {32} and table["shared_memory_bytes"].isna().all()
 
@@ -351,14 +340,11 @@ def test_any_spans_keep_all_device_time(tmp_path_factory: Any, drawn: list[Any])
         numbers = {"Sequence number": sequence, "Fwd thread id": int("Backward" in name)}
         kind = "user_annotation" if name.startswith("#") else "cpu_op"
         events += [
-            gpu_trace._span(kind, name, start, start + length, tid=thread, **numbers),
-            gpu_trace._span("cuda_runtime", "cudaLaunchKernel", start, start + 1, tid=thread,
-                            correlation=correlation),
-            gpu_trace._on_gpu("kernel", f"k{sequence}", start + 2, start + 5, 7,
-                              correlation=correlation + sequence),
-        ]  # fmt: skip
-    path = tmp_path_factory.mktemp("drawn") / "trace.json"
-    profile = read_trace(gpu_trace.write(path, events))
+            gpu_trace.span(kind, name, start, start + length, tid=thread, **numbers),
+            call("cudaLaunchKernel", start, start + 1, correlation) | {"tid": thread},
+            kernel(f"k{sequence}", start + 2, start + 5, correlation + sequence),
+        ]
+    profile = gpu_trace.read(tmp_path_factory.mktemp("drawn"), events)
     assert device_ms(profile).sum() == pytest.approx(3e-3 * len(drawn))
     assert set(profile.contexts["component"]) <= set(COMPONENTS)
     assert set(profile.contexts["phase"]) <= {"", *PHASES}
@@ -407,20 +393,19 @@ def test_the_loop_of_an_optimizer_is_no_iteration() -> None:
 def test_equal_layers_of_one_forward_pass_are_no_iterations(tmp_path: Path, around: str) -> None:
     """Layers repeat without a pause of the host; batches do so with one."""
     whole = {
-        "module": gpu_trace._span("python_function", "nn.Module: Transformer_0", 90, 700),
-        "graph": gpu_trace._span("cuda_runtime", "cudaGraphLaunch", 90, 95, correlation=1),
-        "nothing": gpu_trace._span("cpu_op", "aten::zeros", 90, 95),
-        "batches": gpu_trace._span("cpu_op", "aten::zeros", 90, 95),
+        "module": gpu_trace.span("python_function", "nn.Module: Transformer_0", 90, 700),
+        "graph": call("cudaGraphLaunch", 90, 95, 1),
+        "nothing": operator("aten::zeros", 90, 95),
+        "batches": operator("aten::zeros", 90, 95),
     }
     events = [whole[around]]
-    for place, kernel in enumerate(["norm", "attention", "gemm", "relu"] * 12):
+    for place, name in enumerate(["norm", "attention", "gemm", "relu"] * 12):
         at, launch = 100 + 10 * place, 1 if around == "graph" else 2 + place
         at += 30 * (place // 4) * (around == "batches")
         if around != "graph":
-            call = gpu_trace._span("cuda_runtime", "cudaLaunchKernel", at, at + 2)
-            events.append(call | {"args": {"correlation": launch}})
-        events.append(gpu_trace._on_gpu("kernel", kernel, at + 5, at + 9, 7, correlation=launch))
-    profile = trace_of(tmp_path, events)
+            events.append(call("cudaLaunchKernel", at, at + 2, launch))
+        events.append(kernel(name, at + 5, at + 9, launch))
+    profile = gpu_trace.read(tmp_path, events)
     assert len(profile.iterations) == (12 if around == "batches" else 0)
     assert kernel_table(profile)["launches"].sum() == 48
 
@@ -436,7 +421,7 @@ def test_a_range_within_which_little_is_launched_marks_no_iteration() -> None:
 
 def test_nothing_that_repeats_is_the_whole_recording(tmp_path: Path) -> None:
     events = [e for e in gpu_trace.events() if not str(e["name"]).startswith("dlrm::")]
-    profile = trace_of(tmp_path, events)
+    profile = gpu_trace.read(tmp_path, events)
     assert profile.iterations.empty and profile.meta["iterations_from"] == ""
 
 

@@ -1,7 +1,5 @@
 """Verdicts on small recordings of other programs: nothing is claimed that they do not hold."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import gpu_trace
 import pandas as pd
 import pytest
+from gpu_trace import call, kernel, launched, mark, operator
 from test_nsight import KERNEL, MEMCPY, Export, gid
 
 from dlrm_core.base.errors import InputError
@@ -16,10 +15,9 @@ from dlrm_workbook.analysis.attribution import UNRECORDED, unattributed
 from dlrm_workbook.analysis.findings.evidence import listed_times
 from dlrm_workbook.recordings.nsight import WAITING_CALLS
 from dlrm_workbook.recordings.torch.chrome_trace import read_events
-from dlrm_workbook.recordings.torch.trace import read_trace
 from dlrm_workbook.report import Report, explain
 
-LAUNCH, COPY = "cudaLaunchKernel", "cudaMemcpyAsync"
+LAUNCH = "cudaLaunchKernel"
 
 
 def report(folder: Path, events: list[Any]) -> Report:
@@ -30,9 +28,9 @@ def operators(steps: int = 10) -> list[Any]:
     """Steps of 1 ms, of which 700 µs are in one operator, 100 µs in another."""
     events = []
     for at in range(0, 1000 * steps, 1000):
-        events.append(gpu_trace._span("user_annotation", f"ProfilerStep#{at}", at, at + 1000))
-        events.append(gpu_trace._span("cpu_op", "aten::mm", at + 100, at + 800))
-        events.append(gpu_trace._span("cpu_op", "aten::add", at + 850, at + 950))
+        events.append(mark(f"ProfilerStep#{at}", at, at + 1000))
+        events.append(operator("aten::mm", at + 100, at + 800))
+        events.append(operator("aten::add", at + 850, at + 950))
     return events
 
 
@@ -54,17 +52,17 @@ def test_time_between_operators_is_in_none(tmp_path: Path) -> None:
 
 
 def test_a_range_is_not_said_to_take_what_its_own_code_takes(tmp_path: Path) -> None:
-    events = [gpu_trace._span("user_annotation", "model_forward", 0, 1000)]
-    calls = [gpu_trace._span("cpu_op", "aten::mm", 600 + 15 * n, 615 + 15 * n) for n in range(26)]
+    events = [mark("model_forward", 0, 1000)]
+    calls = [operator("aten::mm", 600 + 15 * n, 615 + 15 * n) for n in range(26)]
     head = report(tmp_path, [*events, *calls]).headline
     assert "The code of model_forward itself, outside what it calls, takes 61%" in head
 
 
 def test_time_in_a_range_without_operators_is_not_called_computing(tmp_path: Path) -> None:
-    events = [gpu_trace._span("user_annotation", "ProfilerStep#1", 0, 100_000)]
-    events.append(gpu_trace._span("user_annotation", "## forward:top_mlp ##", 0, 40_000))
-    events.append(gpu_trace._span("cpu_op", "aten::mm", 0, 40_000))
-    events.append(gpu_trace._span("user_annotation", "## backward ##", 40_000, 95_000))
+    events = [mark("ProfilerStep#1", 0, 100_000)]
+    events.append(mark("## forward:top_mlp ##", 0, 40_000))
+    events.append(operator("aten::mm", 0, 40_000))
+    events.append(mark("## backward ##", 40_000, 95_000))
     first = report(tmp_path, events).ranked_findings[0]
     assert "passes in ## backward ##, in no recorded operator" in first.title
     assert "whether the thread computes or waits" in first.evidence
@@ -92,11 +90,11 @@ def test_waiting_calls_have_names(name: str) -> None:
 
 
 def test_waits_of_an_accelerators_streams_are_no_work(tmp_path: Path) -> None:
-    events = [gpu_trace._span("mtia_runtime", "run", 0, 10, correlation=1)]
+    events = [gpu_trace.span("mtia_runtime", "run", 0, 10, correlation=1)]
     for name, start, end in (("event_wait", 0, 800), ("merge", 800, 900), ("wait_merge", 0, 9)):
-        events.append(gpu_trace._on_gpu("mtia_ccp_events", name, start, end, 7, correlation=1))
+        events.append(gpu_trace.on_gpu("mtia_ccp_events", name, start, end, 7, correlation=1))
     # a kernel of a GPU may have any name
-    events.append(gpu_trace._on_gpu("kernel", "wait", 900, 950, 7, correlation=1))
+    events.append(kernel("wait", 900, 950, 1))
     found = read_events(gpu_trace.write(tmp_path / "trace.json", events))
     assert found.device["name"].tolist() == ["merge", "wait_merge", "wait"]
     assert found.marks[["name", "kind"]].to_numpy().tolist() == [["event_wait", "sync"]]
@@ -106,9 +104,7 @@ def test_waits_of_an_accelerators_streams_are_no_work(tmp_path: Path) -> None:
     ("process", "tool"),
     [("/device:GPU:0 Stream", "TensorFlow's or XLA's profiler"), ("CPU HIP API", "rocprof")],
 )
-def test_traces_of_other_profilers_are_refused_by_name(
-    process: str, tool: str, tmp_path: Path
-) -> None:
+def test_traces_of_other_profilers_are_refused_by_name(process, tool, tmp_path) -> None:
     name = {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": process}}
     span = {"ph": "X", "name": "Conv2D", "pid": 1, "tid": 2, "ts": 5, "dur": 9}
     path = gpu_trace.write(tmp_path / "trace.json", [{}, name, span, {}])
@@ -121,25 +117,19 @@ def test_the_ranks_of_one_file_are_a_doubt(tmp_path: Path) -> None:
     for rank in range(2):
         for number in range(3):
             at = 1000 * number
-            step = gpu_trace._span("user_annotation", f"ProfilerStep#{number}", at, at + 900)
+            step = mark(f"ProfilerStep#{number}", at, at + 900)
             events.append(step | {"pid": 100 + rank})
-            events.append(gpu_trace._on_gpu("kernel", "k", at, at + 300, 7) | {"pid": rank})
+            events.append(gpu_trace.on_gpu("kernel", "k", at, at + 300, 7) | {"pid": rank})
     quality = report(tmp_path, events).quality
     assert quality["level"] == "red" and "steps of 2 processes are in one" in quality["sentence"]
 
 
-def test_without_operators_the_thread_that_calls_the_driver_is_the_main_one(
-    tmp_path: Path,
-) -> None:
-    events = [
-        gpu_trace._span("user_annotation", "poll()", at, at + 1, tid=77) for at in range(0, 200, 2)
-    ]
+def test_without_operators_the_thread_that_calls_the_driver_is_the_main_one(tmp_path) -> None:
+    events = [mark("poll()", at, at + 1, tid=77) for at in range(0, 200, 2)]
     for number in range(3):
         at = 50 * number
-        events.append(gpu_trace._span("cuda_runtime", LAUNCH, at, at + 9, correlation=number + 1))
-        kernel = gpu_trace._on_gpu("kernel", "k", at + 12, at + 40, 7, correlation=number + 1)
-        events.append(kernel)
-    threads = read_trace(gpu_trace.write(tmp_path / "trace.json", events)).threads
+        events += launched(number + 1, (at, at + 9), "k", (at + 12, at + 40))
+    threads = gpu_trace.read(tmp_path, events).threads
     assert threads["name"].tolist()[:2] == ["thread 10", "thread 77"]
 
 
@@ -153,10 +143,10 @@ def test_a_list_of_other_entries_is_no_trace_and_not_cut_short(tmp_path: Path) -
 def test_copies_that_wait_since_before_the_recording_hold_it_up(tmp_path: Path) -> None:
     name, events = "Memcpy HtoD (Pinned -> Device)", []
     for at in range(0, 1000, 100):
-        events.append(gpu_trace._on_gpu("gpu_memcpy", name, at, at + 95, 9, bytes=95_000_000))
-    events.append(gpu_trace._on_gpu("kernel", "gemm", 1000, 1010, 7))
-    events.append(gpu_trace._span("cpu_op", "aten::mm", 0, 1000))
-    events.append(gpu_trace._span("cuda_runtime", LAUNCH, 1, 2, correlation=1))
+        events.append(gpu_trace.on_gpu("gpu_memcpy", name, at, at + 95, 9, bytes=95_000_000))
+    events.append(gpu_trace.on_gpu("kernel", "gemm", 1000, 1010, 7))
+    events.append(operator("aten::mm", 0, 1000))
+    events.append(call(LAUNCH, 1, 2, 1))
     first = report(tmp_path, events).ranked_findings[0]
     assert first.id == "copies_not_overlapped"
     assert first.share_of_step == pytest.approx(0.94, abs=0.01)
@@ -166,11 +156,9 @@ def test_copies_that_wait_since_before_the_recording_hold_it_up(tmp_path: Path) 
 def test_batches_made_beside_the_gpus_work_are_said_to_be(tmp_path: Path) -> None:
     events = []
     for at in range(0, 3000, 1000):
-        events.append(gpu_trace._span("user_annotation", f"ProfilerStep#{at}", at, at + 1000))
-        events.append(gpu_trace._span("cpu_op", "aten::randn", at + 20, at + 820))
-        launch = gpu_trace._span("cuda_runtime", LAUNCH, at + 5, at + 10, correlation=at + 1)
-        events += [launch, gpu_trace._on_gpu("kernel", "gemm", at + 11, at + 420, 7)]
-        events[-1]["args"]["correlation"] = at + 1
+        events.append(mark(f"ProfilerStep#{at}", at, at + 1000))
+        events.append(operator("aten::randn", at + 20, at + 820))
+        events += launched(at + 1, (at + 5, at + 10), "gemm", (at + 11, at + 420))
     first = report(tmp_path, events).ranked_findings[0]
     assert "Data generation keeps the GPU idle for 40%" in first.title
     assert "The host takes 0.800 ms for it" in first.evidence
@@ -178,13 +166,12 @@ def test_batches_made_beside_the_gpus_work_are_said_to_be(tmp_path: Path) -> Non
 
 def test_lines_of_a_part_have_their_time_within_it(tmp_path: Path) -> None:
     frame = "/home/me/run.py(7): run"
-    events = [gpu_trace._span("user_annotation", "ProfilerStep#1", 0, 1000)]
+    events = [mark("ProfilerStep#1", 0, 1000)]
     ids = {"Python id": 1, "Python parent id": None}
-    events.append(gpu_trace._span("python_function", frame, 0, 1000, **ids))
+    events.append(gpu_trace.span("python_function", frame, 0, 1000, **ids))
     loader = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
-    events.append(gpu_trace._span("user_annotation", loader, 100, 600))
-    events.append(gpu_trace._span("cuda_runtime", LAUNCH, 610, 620, correlation=5))
-    events.append(gpu_trace._on_gpu("kernel", "gemm", 630, 990, 7, correlation=5))
+    events.append(mark(loader, 100, 600))
+    events += launched(5, (610, 620), "gemm", (630, 990))
     first = report(tmp_path, events).ranked_findings[0]
     assert first.id == "data_generation" and "1.00 ms" not in first.evidence.partition("%")[2]
     assert "by Python function `run` (`run.py:7`) 0.500 ms" in first.evidence
@@ -233,7 +220,7 @@ def test_an_exchange_of_npus_is_one_and_its_waits_are_no_work(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("busy", "call", "idle"),
+    ("busy", "named", "idle"),
     [
         (900, "cudaMalloc", 97),
         (9_000, "cudaMalloc", 77),
@@ -241,15 +228,11 @@ def test_an_exchange_of_npus_is_one_and_its_waits_are_no_work(tmp_path: Path) ->
         (9_000, "cudaStreamSynchronize", 0),  # of what was launched before
     ],
 )
-def test_what_lies_before_the_gpus_work_is_said(
-    busy: int, call: str, idle: int, tmp_path: Path
-) -> None:
-    events = [gpu_trace._span("cuda_runtime", call, 0, 90_000)]
+def test_what_lies_before_the_gpus_work_is_said(busy, named, idle, tmp_path) -> None:
+    events = [call(named, 0, 90_000)]
     for number in range(3):
         at = 90_000 + number * (busy + 100)
-        events.append(gpu_trace._span("cuda_runtime", LAUNCH, at, at + 9, correlation=number + 1))
-        kernel = gpu_trace._on_gpu("kernel", "k", at + 12, at + busy, 7, correlation=number + 1)
-        events.append(kernel)
+        events += launched(number + 1, (at, at + 9), "k", (at + 12, at + busy))
     told = report(tmp_path, events)
     if idle:
         title = f"idle {idle}% of the time, 100% of that before it begins, most while"
@@ -259,18 +242,16 @@ def test_what_lies_before_the_gpus_work_is_said(
         assert told.table("blame")["blamed_ms"].sum() == pytest.approx(90.236, abs=0.2)
     else:
         assert "of the recording's GPU part" in told.headline
-        assert f"The 90.0 ms before that are left out, 90.0 ms of it in {call}" in told.headline
+        assert f"The 90.0 ms before that are left out, 90.0 ms of it in {named}" in told.headline
 
 
 def test_idle_time_before_a_wait_is_not_what_it_costs(tmp_path: Path) -> None:
-    events = [gpu_trace._span("cpu_op", "aten::mm", 0, 30_000)]
+    events = [operator("aten::mm", 0, 30_000)]
     for number, (launch, start, end) in enumerate(((1, 10, 20), (30_000, 30_020, 99_900))):
-        call = gpu_trace._span("cuda_runtime", LAUNCH, launch, launch + 8, correlation=number + 1)
-        events.append(call)
-        events.append(gpu_trace._on_gpu("kernel", "k", start, end, 7, correlation=number + 1))
+        events += launched(number + 1, (launch, launch + 8), "k", (start, end))
     for at in (30_100, 60_000):
         end = at + 29_000
-        events.append(gpu_trace._span("cuda_runtime", "cudaStreamSynchronize", at, end))
+        events.append(call("cudaStreamSynchronize", at, end))
     every = report(tmp_path, events).ranked_findings
     assert "idle 30% of the time" in every[0].title or "idle 30% of the time" in every[1].title
     assert not any("could be hidden" in one.evidence for one in every)
@@ -278,13 +259,11 @@ def test_idle_time_before_a_wait_is_not_what_it_costs(tmp_path: Path) -> None:
 
 def calls_and_waits(torch: bool) -> list[Any]:
     """Ten times: memory taken for 8 ms, 1 ms of work, and a wait for it."""
-    events = [gpu_trace._span("cpu_op", "aten::add", 0, 2)] if torch else []
+    events = [operator("aten::add", 0, 2)] if torch else []
     for number, at in enumerate(range(0, 100_000, 10_000)):
-        events.append(gpu_trace._span("cuda_runtime", "cudaMalloc", at + 10, at + 8_010))
-        call = gpu_trace._span("cuda_runtime", LAUNCH, at + 8_020, at + 8_030, correlation=number)
-        work = gpu_trace._on_gpu("kernel", "k", at + 8_035, at + 9_035, 7, correlation=number)
-        wait = gpu_trace._span("cuda_runtime", "cudaDeviceSynchronize", at + 8_040, at + 9_040)
-        events += [call, work, wait]
+        events.append(call("cudaMalloc", at + 10, at + 8_010))
+        events += launched(number, (at + 8_020, at + 8_030), "k", (at + 8_035, at + 9_035))
+        events.append(call("cudaDeviceSynchronize", at + 8_040, at + 9_040))
     return events
 
 
@@ -298,27 +277,22 @@ def test_waits_do_not_cost_what_passes_in_other_calls(torch: bool, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("begin", "found"), [(0, 4), (500_000, 0)])
-def test_ranges_with_little_of_the_work_are_no_iterations(
-    begin: int, found: int, tmp_path: Path
-) -> None:
+def test_ranges_with_little_of_the_work_are_no_iterations(begin, found, tmp_path) -> None:
     """Four layers, each of its own length; other work as long as ``begin`` runs before them."""
     events, number = [], 1
     if begin:
-        events.append(gpu_trace._span("cuda_runtime", LAUNCH, 0, 5, correlation=number))
-        events.append(gpu_trace._on_gpu("kernel", "k", 10, begin - 10, 7, correlation=number))
+        events += launched(number, (0, 5), "k", (10, begin - 10))
     for at, length in ((0, 9_000), (12_000, 8_000), (23_000, 7_000), (35_000, 9_500)):
         start = begin + at
-        events.append(gpu_trace._span("user_annotation", "Layer", start, start + length))
+        events.append(mark("Layer", start, start + length))
         for part in range(start + 10, start + length - 900, 1000):
             number += 1
-            call = gpu_trace._span("cuda_runtime", LAUNCH, part, part + 5, correlation=number)
-            work = gpu_trace._on_gpu("kernel", "k", part + 9, part + 700, 7, correlation=number)
-            events += [call, work]
+            events += launched(number, (part, part + 5), "k", (part + 9, part + 700))
     assert len(report(tmp_path, events).profile.iterations) == found
 
 
 def test_little_of_a_recording_and_operators_of_a_missing_gpu_are_said(tmp_path: Path) -> None:
-    events = [*operators(), gpu_trace._span("cpu_op", "aten::cudnn_convolution", 60_000, 99_000)]
+    events = [*operators(), operator("aten::cudnn_convolution", 60_000, 99_000)]
     told = report(tmp_path, events)
     said = "The iterations that are explained take 10.0 ms of a recording of 99.0 ms."
     assert said in told.headline
@@ -328,10 +302,10 @@ def test_little_of_a_recording_and_operators_of_a_missing_gpu_are_said(tmp_path:
 def test_a_copy_in_whose_call_the_host_waits_is_felt(tmp_path: Path) -> None:
     events, name = [], "Memcpy HtoD (Pageable -> Device)"
     for at in range(0, 100_000, 10_000):
-        call = gpu_trace._span("cuda_runtime", "cudaMemcpy", at, at + 9_995, correlation=at + 1)
-        copy = gpu_trace._on_gpu("gpu_memcpy", name, at + 5, at + 9_990, 7, correlation=at + 1)
+        events.append(call("cudaMemcpy", at, at + 9_995, at + 1))
+        copy = gpu_trace.on_gpu("gpu_memcpy", name, at + 5, at + 9_990, 7, correlation=at + 1)
         copy["args"]["bytes"] = 50_000_000
-        events += [call, copy]
+        events.append(copy)
     first = report(tmp_path, events).ranked_findings[0]
     assert "Copies from pageable memory take 100%" in first.title
     assert "brings nothing" not in first.evidence
@@ -346,11 +320,9 @@ def test_a_copy_in_whose_call_the_host_waits_is_felt(tmp_path: Path) -> None:
         ("rpc_async#f(a -> b)", "cpu_op", "Waiting for another process in rpc_async#f(a -> b)"),
     ],
 )
-def test_calls_that_compute_nothing_are_called_what_they_do(
-    name: str, kind: str, said: str, tmp_path: Path
-) -> None:
-    events = [gpu_trace._span("cpu_op", "aten::add", at, at + 5) for at in range(0, 5000, 500)]
-    events += [gpu_trace._span(kind, name, at, at + 450) for at in range(10, 5000, 500)]
+def test_calls_that_compute_nothing_are_called_what_they_do(name, kind, said, tmp_path) -> None:
+    events = [operator("aten::add", at, at + 5) for at in range(0, 5000, 500)]
+    events += [gpu_trace.span(kind, name, at, at + 450) for at in range(10, 5000, 500)]
     if said.startswith("Waiting for the GPU"):  # the calls that wait count together
         for event in events[10::2]:
             event["name"] = "cuStreamSynchronize"
@@ -361,16 +333,16 @@ def test_calls_that_compute_nothing_are_called_what_they_do(
 def test_calling_operators_is_named_where_kernels_are_not_recorded(tmp_path: Path) -> None:
     events = []
     for at in range(0, 5000, 10):
-        events.append(gpu_trace._span("cpu_op", "aten::add", at, at + 9))
-        events.append(gpu_trace._span("cuda_runtime", LAUNCH, at + 4, at + 7, correlation=at + 1))
+        events.append(operator("aten::add", at, at + 9))
+        events.append(call(LAUNCH, at + 4, at + 7, at + 1))
     first = report(tmp_path, events).ranked_findings[0]
     assert first.id == "dispatch_bound" and "500 operators" in first.evidence
 
 
 def test_the_largest_range_without_operators_has_its_own_share(tmp_path: Path) -> None:
-    events = [gpu_trace._span("cpu_op", "aten::add", 0, 1)]
+    events = [operator("aten::add", 0, 1)]
     for name, start, end in (("find", 0, 500), ("look", 500, 700), ("read", 700, 1000)):
-        events.append(gpu_trace._span("user_annotation", name, start * 1000, end * 1000))
+        events.append(mark(name, start * 1000, end * 1000))
     first = report(tmp_path, events).ranked_findings[0]
     assert "50% of the recording passes in find, in no recorded operator" in first.title
     assert "In find 500 ms of 1,000 ms pass outside of operators" in first.evidence
@@ -396,19 +368,17 @@ def test_two_kinds_of_pointwise_kernels_are_pointwise_work(tmp_path: Path) -> No
     for at in range(0, 6000, 60):
         for place, name in enumerate((spelt.format("CUDAFunctor_add<float>"), mangled, "gemm")):
             start, number = at + 20 * place, 3 * at + place + 1
-            call = gpu_trace._span("cuda_runtime", LAUNCH, start - 9, start - 6, correlation=number)
-            on_gpu = gpu_trace._on_gpu("kernel", name, start, start + 20, 7, correlation=number)
-            events += [call, on_gpu]
+            events += launched(number, (start - 9, start - 6), name, (start, start + 20))
     by_id = {one.id: one for one in report(tmp_path, events).ranked_findings}
     assert by_id["pointwise_operators"].share_of_step == pytest.approx(2 / 3, abs=0.01)
 
 
 def test_a_part_that_takes_more_than_any_name_without_one_is_named(tmp_path: Path) -> None:
-    events = [gpu_trace._span("cpu_op", "aten::item", at, at + 300) for at in range(0, 3000, 1000)]
+    events = [operator("aten::item", at, at + 300) for at in range(0, 3000, 1000)]
     for at in range(0, 3000, 1000):
         step = "Optimizer.step#AdamW.step"
-        events.append(gpu_trace._span("user_annotation", step, at + 300, at + 900))
-        events.append(gpu_trace._span("cpu_op", "aten::addcdiv_", at + 310, at + 890))
+        events.append(mark(step, at + 300, at + 900))
+        events.append(operator("aten::addcdiv_", at + 310, at + 890))
     first = report(tmp_path, events).ranked_findings[0]
     assert "Optimizer update takes 62% of the recording" in first.title
     assert "aten::addcdiv_ 1.74 ms" in first.evidence
@@ -432,11 +402,11 @@ def test_pages_of_unified_memory_are_no_batches_to_pin(tmp_path: Path) -> None:
 
 
 def test_calls_of_a_range_count_with_what_passes_between_them(tmp_path: Path) -> None:
-    events = [gpu_trace._span("user_annotation", "infer", 0, 5000)]
+    events = [mark("infer", 0, 5000)]
     for at in range(0, 5000, 10):
-        events.append(gpu_trace._span("cpu_op", "aten::select", at, at + 4))
-        events.append(gpu_trace._span("cpu_op", "aten::as_strided", at + 1, at + 2))
-        events.append(gpu_trace._span("cpu_op", "aten::as_strided", at + 2, at + 3))
+        events.append(operator("aten::select", at, at + 4))
+        events.append(operator("aten::as_strided", at + 1, at + 2))
+        events.append(operator("aten::as_strided", at + 2, at + 3))
     first = report(tmp_path, events).ranked_findings[0]
     assert "Calling operators, not computing, takes 100% of the recording" in first.title
     assert "500 of the calls those of aten::select" in first.title
@@ -457,9 +427,8 @@ def test_what_an_operator_was_given_goes_before_its_kernels_name(kind: str, tmp_
     given = {"Input Dims": [[9, 9], [9, 9]], "Input type": [kind, kind]}
     events = []
     for at in range(0, 10_000, 1000):
-        events.append(gpu_trace._span("cpu_op", "aten::mm", at, at + 20, **given))
-        events.append(gpu_trace._span("cuda_runtime", LAUNCH, at + 5, at + 9, correlation=at + 1))
-        events.append(gpu_trace._on_gpu("kernel", "dgemm", at + 9, at + 900, 7, correlation=at + 1))
+        events.append(operator("aten::mm", at, at + 20, **given))
+        events += launched(at + 1, (at + 5, at + 9), "dgemm", (at + 9, at + 900))
     found = {one.id for one in report(tmp_path, events).ranked_findings}
     assert ("float64" in found) is (kind == "double")
 
@@ -475,15 +444,13 @@ def test_what_an_operator_was_given_goes_before_its_kernels_name(kind: str, tmp_
 def test_the_first_of_equal_calls_is_one_first_call_with_all_in_it(
     kind: str, name: str, said: str, tmp_path: Path
 ) -> None:
-    events = [gpu_trace._span("user_annotation", "loop", 0, 60_000)]
-    events += [gpu_trace._span(kind, name, 110, 40_000)]
+    events = [mark("loop", 0, 60_000)]
+    events += [gpu_trace.span(kind, name, 110, 40_000)]
     for number in range(10):
         at, end = 40_100 + 1_000 * number, 40_900 + 1_000 * number
         begin = at if number else 100
-        events.append(gpu_trace._span("python_function", "rope.py(27): rope", begin, end))
-        events.append(gpu_trace._span("cuda_runtime", LAUNCH, at, at + 9, correlation=number + 1))
-        kernel = gpu_trace._on_gpu("kernel", "k", at + 12, end, 7, correlation=number + 1)
-        events.append(kernel)
+        events.append(gpu_trace.span("python_function", "rope.py(27): rope", begin, end))
+        events += launched(number + 1, (at, at + 9), "k", (at + 12, end))
     first = report(tmp_path, events).ranked_findings[0]
     assert ("in first calls, which load or compile" in first.title) is bool(said)
     assert said in first.evidence and ("libraries load" in first.advice) is bool(said)
@@ -494,13 +461,13 @@ def test_launches_that_a_wait_made_late_belong_to_it(tmp_path: Path) -> None:
     events, number = [], 0
     for at in range(0, 20_000, 1_000):
         spans = [(LAUNCH, at, at + 5, "kernel", at + 8, at + 300)]
-        spans.append((COPY, at + 10, at + 305, "gpu_memcpy", at + 301, at + 303))
+        spans.append(("cudaMemcpyAsync", at + 10, at + 305, "gpu_memcpy", at + 301, at + 303))
         late = range(at + 340, at + 980, 40)
         spans += [(LAUNCH, one, one + 5, "kernel", one + 8, one + 12) for one in late]
-        for call, begin, end, kind, first, last in spans:
+        for called, begin, end, kind, first, last in spans:
             number += 1
             name = "k" if kind == "kernel" else "Memcpy DtoH (Device -> Pageable)"
-            events.append(gpu_trace._span("cuda_runtime", call, begin, end, correlation=number))
-            events.append(gpu_trace._on_gpu(kind, name, first, last, 7, correlation=number))
+            events.append(call(called, begin, end, number))
+            events.append(gpu_trace.on_gpu(kind, name, first, last, 7, correlation=number))
     found = report(tmp_path, events).ranked_findings
     assert next(one.share_of_step for one in found if one.id == "synchronisation") > 0.25

@@ -1,7 +1,5 @@
 """Time of the training thread outside of operators: which part it belongs to."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -73,9 +71,7 @@ SCRIPT = (0, 1000, "python", "/home/me/train.py(7): <module>")
         ),
     ],
 )
-def test_time_between_two_calls_of_one_part_is_that_parts(
-    operators: list[tuple[int, int, str]], expected: dict[str, int]
-) -> None:
+def test_time_between_two_calls_of_one_part_is_that_parts(operators, expected) -> None:
     spans = [(start, end, "operator", f"aten::{name}") for start, end, name in operators]
     assert parts_of(host_of(SCRIPT, *spans)) == expected
 
@@ -168,8 +164,6 @@ def test_a_sampled_frame_within_a_range_says_nothing_against_it() -> None:
         max_size=12,
     )
 )
-def test_no_time_is_lost_or_counted_twice(
-    drawn: list[tuple[int, int, tuple[str, str]]],
-) -> None:
+def test_no_time_is_lost_or_counted_twice(drawn) -> None:
     spans = [(start, start + length, *what) for start, length, what in drawn]
     assert sum(parts_of(host_of(SCRIPT, *spans)).values()) == 1000

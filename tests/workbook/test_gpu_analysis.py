@@ -1,7 +1,5 @@
 """Kernels, copies, stalls, idleness with blame, lanes, and how they are drawn."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from profile_rows import bare_profile
 from recordings import database_profile
 
 from dlrm_core.base.errors import InputError
@@ -188,7 +187,7 @@ def test_what_was_not_measured_is_empty_and_says_why(traced: Profile, tmp_path: 
         shown = show(table)
         assert isinstance(shown, Text)
         assert reason_of(table) in shown.markdown
-    bare = Profile.build(contexts=None, metrics=None, values=None, threads=None)
+    bare = bare_profile()
     for table in (
         *(kernel_table(bare), copy_table(bare), stall_table(bare)),
         *(gpu_idleness(bare), idle_blame(bare), thread_timeline(bare)),
@@ -261,9 +260,7 @@ INTERVALS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)), max_size
 
 
 @given(INTERVALS, INTERVALS)
-def test_union_and_overlap_equal_counting(
-    first: list[tuple[int, int]], second: list[tuple[int, int]]
-) -> None:
+def test_union_and_overlap_equal_counting(first, second) -> None:
     def columns(pairs: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
         start = np.array([a for a, _ in pairs], dtype=np.int64)
         return start, start + np.array([n for _, n in pairs], dtype=np.int64)
@@ -282,9 +279,7 @@ def test_union_and_overlap_equal_counting(
 
 @pytest.mark.parametrize("name", ["dlrm-cpu-python", "loops-cuda-nvidia-t", "made", "traced"])
 @pytest.mark.parametrize("by", ["component", "function"])
-def test_a_coarse_timeline_keeps_every_share(
-    name: str, by: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_coarse_timeline_keeps_every_share(name, by, request, monkeypatch) -> None:
     profile = (
         request.getfixturevalue(name) if name in ("made", "traced") else database_profile(name)
     )

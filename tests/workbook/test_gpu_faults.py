@@ -3,8 +3,6 @@
 All of it is ``tests/campaigns/gpu_faults.py``, whose results are in ``benchmarks/results``.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from itertools import zip_longest
@@ -178,9 +176,7 @@ def test_planted_fault_is_named_first(kind: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["cpu-python", "h100-host"])
-def test_slow_function_of_a_database_is_named_first(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_function_of_a_database_is_named_first(name, monkeypatch) -> None:
     fault = Fault(slower("interact_features"), (name,), (("interact", ""),))
     monkeypatch.setitem(gpu_faults.FAULTS, "slow_interaction", fault)
     row = gpu_faults.trial("slow_interaction", name, 0, large=True)

@@ -1,7 +1,5 @@
 """Work of operators from their shapes, and how near a GPU's limits they and kernels run."""
 
-from __future__ import annotations
-
 import csv
 import math
 

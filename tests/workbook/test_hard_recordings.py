@@ -1,7 +1,5 @@
 """Recordings that are long, broken, or odd in one way: they take their time, and no more."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import time
@@ -28,11 +26,11 @@ from dlrm_workbook.show.gpu import DRAWN_LANES, lane_timeline
 
 def span(category: str, at: float, length: float, named: str = "aten::mm", /, **more: Any) -> Any:
     fields = {name: more.pop(name) for name in ("tid", "ph", "id") if name in more}
-    return gpu_trace._span(category, named, at, at + length) | fields | {"args": more}
+    return gpu_trace.span(category, named, at, at + length) | fields | {"args": more}
 
 
 def kernel(at: float, length: float, number: int, stream: int = 7) -> Any:
-    return gpu_trace._on_gpu("kernel", "gemm", at, at + length, stream, correlation=number)
+    return gpu_trace.on_gpu("kernel", "gemm", at, at + length, stream, correlation=number)
 
 
 def launched(i: int) -> list[Any]:
@@ -167,9 +165,7 @@ def test_a_second_opening_reads_tables(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(open_recording(path).profile.trace) == len(read.profile.trace)
 
 
-def test_what_is_kept_follows_from_the_tables_of_the_readers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_kept_follows_from_the_tables_of_the_readers(tmp_path, monkeypatch) -> None:
     for limit in ("LEAST_BYTES", "SETTLED_S"):
         monkeypatch.setattr(cache, limit, 0)
     monkeypatch.setattr(cache, "__file__", str(tmp_path / "cache.py"))

@@ -1,7 +1,5 @@
 """``dlrm help``: what is described where it is defined, printed from there."""
 
-from __future__ import annotations
-
 import re
 import runpy
 from dataclasses import fields
@@ -31,9 +29,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("topic", TOPICS)
-def test_a_topic_describes_every_name_by_itself(
-    topic: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_topic_describes_every_name_by_itself(topic, capsys) -> None:
     assert f"| `{topic}` |" in describe().markdown
     whole = describe(topic).markdown
     for name in NAMES[topic]:

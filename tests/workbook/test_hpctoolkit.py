@@ -1,7 +1,5 @@
 """The HPCToolkit driver against recorded behaviour, and against the real one where it is."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Finding HPCToolkit, what it can do, and which passes follow from that."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import shutil

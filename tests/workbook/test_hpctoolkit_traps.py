@@ -1,7 +1,5 @@
 """Every way in which HPCToolkit is known to go wrong, and what the driver makes of it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import struct

@@ -1,13 +1,11 @@
 """Each idle instant has one cause, and the causes add up."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import gpu_trace
 import numpy as np
 import pytest
-from gpu_trace import _on_gpu, _span
+from gpu_trace import call, kernel, launched, mark, on_gpu, read
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,13 +22,8 @@ from dlrm_workbook.analysis.idleness import (
 from dlrm_workbook.analysis.launches import launched_operations
 from dlrm_workbook.recordings.nesting import union
 from dlrm_workbook.recordings.profile import Profile
-from dlrm_workbook.recordings.torch.trace import read_trace
 from dlrm_workbook.show import idle as idle_figures
 from dlrm_workbook.show.tables import show
-
-
-def read(tmp_path: Path, events: list) -> Profile:
-    return read_trace(gpu_trace.write(tmp_path / "trace.json", events))
 
 
 def causes(profile: Profile) -> dict[str, float]:
@@ -61,12 +54,11 @@ def test_idle_time_of_the_drawn_trace_by_cause(tmp_path: Path) -> None:
 def long_trace(gap_us: float) -> list:
     """Two kernels launched at once; the second starts ``gap_us`` after the first has ended."""
     return [
-        _span("user_annotation", "dlrm::iteration", 0, 400),
-        _span("user_annotation", "dlrm::loss::forward", 0, 400),
-        _span("cuda_runtime", "cudaLaunchKernel", 1, 2, correlation=1),
-        _span("cuda_runtime", "cudaLaunchKernelExC", 2, 3, correlation=2),
-        _on_gpu("kernel", "first", 6, 100, 7, correlation=1),
-        _on_gpu("kernel", "second", 100 + gap_us, 300, 7, correlation=2),
+        mark("dlrm::iteration", 0, 400),
+        mark("dlrm::loss::forward", 0, 400),
+        *launched(1, (1, 2), "first", (6, 100)),
+        call("cudaLaunchKernelExC", 2, 3, 2),
+        kernel("second", 100 + gap_us, 300, 2),
     ]
 
 
@@ -93,15 +85,13 @@ def test_a_kernel_is_felt_as_far_as_the_next_launch_allows(
     tmp_path: Path, launched_us: float, starts_us: float, waits: bool, felt: float
 ) -> None:
     events = [
-        _span("user_annotation", "dlrm::iteration", 0, 400),
-        _span("user_annotation", "dlrm::loss::forward", 0, 400),
-        _span("cuda_runtime", "cudaLaunchKernel", 5, 6, correlation=1),
-        _span("cuda_runtime", "cudaLaunchKernel", launched_us, launched_us + 1, correlation=2),
-        _on_gpu("kernel", "first", 10, 110, 7, correlation=1),
-        _on_gpu("kernel", "second", starts_us, 300, 7, correlation=2),
+        mark("dlrm::iteration", 0, 400),
+        mark("dlrm::loss::forward", 0, 400),
+        *launched(1, (5, 6), "first", (10, 110)),
+        *launched(2, (launched_us, launched_us + 1), "second", (starts_us, 300)),
     ]
     if waits:
-        events.append(_span("cuda_runtime", "cudaDeviceSynchronize", 100, 111, correlation=3))
+        events.append(call("cudaDeviceSynchronize", 100, 111, 3))
     profile = read(tmp_path, events)
     first = np.flatnonzero(profile.contexts["name"].eq("first"))
     assert felt_share(profile, first) == pytest.approx(felt, abs=1e-3)
@@ -113,14 +103,13 @@ def test_a_kernel_is_felt_as_far_as_the_next_launch_allows(
 
 def test_cuda_calls_for_memory_and_pageable_copies_have_their_own_cause(tmp_path: Path) -> None:
     events = [
-        _span("user_annotation", "dlrm::iteration", 0, 100),
-        _span("user_annotation", "dlrm::transfer::forward", 0, 50),
-        _span("cuda_runtime", "cudaMalloc", 5, 15, correlation=1),
-        _span("cuda_runtime", "cudaMemcpyAsync", 20, 40, correlation=2),
-        _span("cuda_runtime", "cudaEventSynchronize", 60, 65, correlation=4),
-        _span("cuda_runtime", "cudaLaunchKernel", 70, 71, correlation=3),
-        _on_gpu("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 30, 39, 7, correlation=2),
-        _on_gpu("kernel", "gemm", 72, 90, 7, correlation=3),
+        mark("dlrm::iteration", 0, 100),
+        mark("dlrm::transfer::forward", 0, 50),
+        call("cudaMalloc", 5, 15, 1),
+        call("cudaMemcpyAsync", 20, 40, 2),
+        call("cudaEventSynchronize", 60, 65, 4),
+        *launched(3, (70, 71), "gemm", (72, 90)),
+        on_gpu("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 30, 39, 7, correlation=2),
     ]
     found = causes(read(tmp_path, events))
     assert found["allocation"] == 10.0
@@ -137,14 +126,11 @@ def test_cuda_calls_for_memory_and_pageable_copies_have_their_own_cause(tmp_path
     ),
 )
 def test_causes_add_up_to_the_time_without_a_kernel(tmp_path_factory, kernels, calls) -> None:
-    events = [_span("user_annotation", "dlrm::iteration", 10 * n, 10 * n + 95) for n in (0, 10)]
-    events += [_span("user_annotation", "dlrm::data::forward", 12, 30)]
+    events = [mark("dlrm::iteration", 10 * n, 10 * n + 95) for n in (0, 10)]
+    events += [mark("dlrm::data::forward", 12, 30)]
+    events += [call(name, 31 + 8 * row, 36 + 8 * row, 100 + row) for row, name in enumerate(calls)]
     events += [
-        _span("cuda_runtime", name, 31 + 8 * row, 36 + 8 * row, correlation=100 + row)
-        for row, name in enumerate(calls)
-    ]
-    events += [
-        _on_gpu("kernel", f"k{row % 3}", start, start + length, 7 + row % 2, correlation=row)
+        kernel(f"k{row % 3}", start, start + length, row, 7 + row % 2)
         for row, (start, length) in enumerate(kernels)
     ]
     profile = read(tmp_path_factory.mktemp("trace"), events)
@@ -158,7 +144,7 @@ def test_causes_add_up_to_the_time_without_a_kernel(tmp_path_factory, kernels, c
 
 
 def test_without_a_gpu_or_counters_the_reason_is_given(tmp_path: Path) -> None:
-    host_only = [e for e in gpu_trace.events() if e.get("cat") not in ("kernel", "gpu_memcpy")]
+    host_only = gpu_trace.host_events()
     profile = read(tmp_path, host_only)
     each = idle_causes(profile)
     assert each.empty and reason_of(each)

@@ -1,7 +1,5 @@
 """The list of all runs, ``verdict.md``, and how pages of one chain find each other."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

@@ -1,10 +1,7 @@
 """``dlrm inspect``: every figure of the real recordings against the raw events' own."""
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import gpu_trace
@@ -106,9 +103,7 @@ def test_the_experiment_on_its_h100() -> None:
     assert found["gpu_busy_ms"] == pytest.approx(170.5, abs=0.1)
 
 
-def test_the_command_prints_json_and_text(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_json_and_text(tmp_path, capsys) -> None:
     trace = gpu_trace.write(tmp_path / "trace.json", gpu_trace.events())
     assert main(["inspect", str(trace), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -133,9 +128,7 @@ def test_a_run_without_gpu_says_so() -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"x", b"\x00" * 600, b"\x7fELF\x02", b'{"nodes": []}'])
-def test_what_is_no_recording_is_one_sentence_in_the_same_words(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes
-) -> None:
+def test_what_is_no_recording_is_one_sentence_in_the_same_words(tmp_path, capsys, content) -> None:
     file = tmp_path / "odd.json"
     file.write_bytes(content)
     assert main(["inspect", str(file)]) == 2

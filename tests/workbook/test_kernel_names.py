@@ -1,7 +1,5 @@
 """Short names of kernels, of real recordings and of other programs' libraries."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

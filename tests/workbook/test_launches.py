@@ -1,14 +1,12 @@
 """Launches meet their kernels, the queue is counted, and a launch-bound GPU is named."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 
 import gpu_trace
 import numpy as np
 import pytest
-from gpu_trace import _on_gpu, _span
+from gpu_trace import launched, mark, operator, read
 
 from dlrm_workbook.analysis.context_tree import reason_of
 from dlrm_workbook.analysis.launches import (
@@ -21,12 +19,7 @@ from dlrm_workbook.analysis.launches import (
     queue_depth,
 )
 from dlrm_workbook.recordings.profile import Profile
-from dlrm_workbook.recordings.torch.trace import read_trace
 from dlrm_workbook.show.tables import TextTable, show
-
-
-def read(tmp_path: Path, events: list) -> Profile:
-    return read_trace(gpu_trace.write(tmp_path / "trace.json", events))
 
 
 @pytest.fixture()
@@ -44,16 +37,14 @@ def test_each_operation_finds_its_launch(drawn: Profile) -> None:
 
 def repeated(kernel_us: float, launch_us: float, count: int = 40) -> list:
     """A host that does nothing but launch, and kernels that take ``kernel_us`` each."""
-    events = [_span("user_annotation", "dlrm::loss::forward", 0, count * launch_us + 1)]
+    events = [mark("dlrm::loss::forward", 0, count * launch_us + 1)]
     now = free = 1.0
     for number in range(count):
-        events.append(
-            _span("cuda_runtime", "cudaLaunchKernel", now, now + launch_us, correlation=number)
-        )
         begin = max(now + launch_us + 2, free)
-        events.append(_on_gpu("kernel", "tiny", begin, begin + kernel_us, 7, correlation=number))
+        times = (now, now + launch_us), "tiny", (begin, begin + kernel_us)
+        events += launched(number, *times)
         now, free = now + launch_us, begin + kernel_us
-    return [_span("user_annotation", "dlrm::iteration", 0, max(now, free)), *events]
+    return [mark("dlrm::iteration", 0, max(now, free)), *events]
 
 
 def test_repeated_launches_are_matched_in_order(tmp_path: Path) -> None:
@@ -129,14 +120,14 @@ def test_operators_against_the_cost_of_dispatch(drawn: Profile) -> None:
 def test_only_outermost_operators_count(tmp_path: Path) -> None:
     events = [
         *gpu_trace.events(),
-        _span("cpu_op", "aten::inner", 23, 24),
-        _span("cpu_op", "aten::later", 150, 160),
+        operator("aten::inner", 23, 24),
+        operator("aten::later", 150, 160),
     ]
     assert len(outermost_operators(read(tmp_path, events))) == 2
 
 
 def test_without_a_gpu_the_reason_is_given(tmp_path: Path) -> None:
-    host_only = [e for e in gpu_trace.events() if e.get("cat") not in ("kernel", "gpu_memcpy")]
+    host_only = gpu_trace.host_events()
     profile = read(tmp_path, host_only)
     for table in (launch_summary(profile), launches_by_part(profile), queue_depth(profile)):
         assert table.empty and reason_of(table)

@@ -1,7 +1,5 @@
 """``--like``: facebookresearch/dlrm's command line becomes the same training here."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os
@@ -204,9 +202,7 @@ def test_the_title_says_whose_tables_they_are() -> None:
         (f"dlrm_s_pytorch.py --num-batches={'9' * 9000}", "argument --num-batches"),
     ],
 )
-def test_what_cannot_be_translated_is_one_sentence(
-    command: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_translated_is_one_sentence(command, message, capsys) -> None:
     assert cli.main(["train", "--like", command]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("dlrm train: --like: ") and message in err
@@ -257,9 +253,7 @@ def test_deepsparks_documented_command_is_its_preset(tmp_path: Path) -> None:
         assert theirs[section] == ours[section]
 
 
-def test_deepsparks_model_configuration_is_read_as_a_parameters_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_deepsparks_model_configuration_is_read_as_a_parameters_file(tmp_path, capsys) -> None:
     model = load_parameters("deepspark").model
     config = {
         "num_numerical_features": 13,
@@ -284,9 +278,7 @@ def test_lines_broken_by_backslashes_are_one_command() -> None:
     assert broken.tree == translated(f"{SCRIPT} --num-batches=3")[0].tree
 
 
-def test_parameters_of_a_command_can_be_saved(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_parameters_of_a_command_can_be_saved(tmp_path, capsys) -> None:
     command = f"{SCRIPT} {RUNS['wbce']['arguments']}"
     assert cli.main(["parameters", "--like", command]) == 0
     file = tmp_path / "mine.yaml"

@@ -1,7 +1,5 @@
 """Lines of the user's code: their time, roles and counts, in a program that knows them."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -76,9 +74,7 @@ def test_all_moments_of_the_step_belong_to_a_line(profile: Profile, main: pd.Dat
     assert sampled["name"] == "Python stack sampled" and sampled["iterations"] == ITERATIONS
 
 
-def test_a_line_takes_what_its_clock_says(
-    profile: Profile, main: pd.DataFrame, folder: Path
-) -> None:
+def test_a_line_takes_what_its_clock_says(profile, main, folder) -> None:
     """The program notes when it logs, by the clock of the samples."""
     document = json.loads((folder / "run/recording/lines.json").read_text())
     begin, end = document["iterations"][0][0] / 1e9, document["iterations"][-1][1] / 1e9

@@ -3,8 +3,6 @@
 The campaign (tests/campaigns/lost_writes.py) in small, and that it notices what is not synced.
 """
 
-from __future__ import annotations
-
 import random
 import shutil
 
@@ -31,9 +29,7 @@ def test_nothing_announced_is_lost(name: str) -> None:
 
 
 @pytest.mark.parametrize("left_out", ["files", "folders"])
-def test_a_writer_that_does_not_sync_is_caught(
-    left_out: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_writer_that_does_not_sync_is_caught(left_out, monkeypatch) -> None:
     patch = UNSYNCED.replace("LEFT_OUT", repr(left_out))
     kind = lost_writes.Kind(
         lost_writes.python(patch + lost_writes.LEDGER), lost_writes.check_ledger

@@ -1,7 +1,5 @@
 """Our notebooks: how they are written, by plain papermill, and chained by ``dlrm run all``."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

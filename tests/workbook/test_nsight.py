@@ -1,7 +1,5 @@
 """SQLite exports of Nsight Systems: a real one, ones made from torch traces, and broken ones."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import shutil

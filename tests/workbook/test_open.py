@@ -1,7 +1,5 @@
 """Whatever was recorded opens by one function, or is refused in one sentence."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json
@@ -26,7 +24,7 @@ def trace_of(rank: int | None, world: int = 2, wait: float = 0.0) -> bytes:
     """One rank's trace; ``wait`` us more in its collective."""
     events = gpu_trace.events()
     events[-3]["args"]["correlation"] = 200
-    kernel = gpu_trace._on_gpu("kernel", "ncclKernel_AllReduce", 96, 97 + wait, 9, correlation=105)
+    kernel = gpu_trace.kernel("ncclKernel_AllReduce", 96, 97 + wait, 105, 9)
     document = {"traceEvents": [*events, kernel]}
     if rank is not None:
         document["distributedInfo"] = {"rank": rank, "world_size": world, "backend": "nccl"}
@@ -104,9 +102,7 @@ def test_a_member_that_is_cut_short_is_refused_by_name(tmp_path: Path) -> None:
             open_recording(cut)
 
 
-def test_archives_that_are_no_recordings_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_archives_that_are_no_recordings_are_refused(tmp_path, monkeypatch) -> None:
     with pytest.raises(InputError, match=r"t\.tar holds no trace"):
         open_recording(tar(tmp_path / "t.tar", {"../../evil.txt": b"x"}))
     odd = tmp_path / "odd.zip"
@@ -144,9 +140,7 @@ def test_folders_that_are_no_recordings_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", ["meta.db", "profile.db", "cct.db", "trace.db", "metrics"])
-def test_a_partial_database_is_read_or_refused_in_one_sentence(
-    tmp_path: Path, missing: str
-) -> None:
+def test_a_partial_database_is_read_or_refused_in_one_sentence(tmp_path, missing) -> None:
     folder = tmp_path / "partial.d"
     shutil.copytree(folder_of("loops-cuda-nvidia-t"), folder)
     for path in [folder, *folder.rglob("*")]:

@@ -1,31 +1,21 @@
 """Hidden and exposed time of copies, communication and making data."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import gpu_trace
 import pytest
-from gpu_trace import _on_gpu, _span
+from gpu_trace import launched, read
 
 from dlrm_workbook.analysis.attribution import attribute
 from dlrm_workbook.analysis.context_tree import reason_of
 from dlrm_workbook.analysis.idleness import overlaps
-from dlrm_workbook.recordings.profile import Profile
-from dlrm_workbook.recordings.torch.trace import read_trace
-
-
-def read(tmp_path: Path, events: list) -> Profile:
-    return read_trace(gpu_trace.write(tmp_path / "trace.json", events))
 
 
 def test_copies_and_data_behind_kernels_are_hidden(tmp_path: Path) -> None:
     events = [
         *gpu_trace.events(),
-        _span("cuda_runtime", "cudaLaunchKernel", 0.2, 0.5, correlation=200),
-        _on_gpu("kernel", "from_before", 1, 11, 9, correlation=200),
-        _span("cuda_runtime", "cudaLaunchKernel", 0.6, 0.8, correlation=201),
-        _on_gpu("kernel", "ncclDevKernel_AllReduce", 80, 99, 11, correlation=201),
+        *launched(200, (0.2, 0.5), "from_before", (1, 11), stream=9),
+        *launched(201, (0.6, 0.8), "ncclDevKernel_AllReduce", (80, 99), stream=11),
     ]
     table = overlaps(read(tmp_path, events)).set_index("what")
     figures = (table[["total_ms", "hidden_ms", "exposed_ms"]] * 1e3).round(3)
@@ -42,7 +32,7 @@ def test_copies_and_data_behind_kernels_are_hidden(tmp_path: Path) -> None:
 
 
 def test_on_a_cpu_what_the_iterating_thread_makes_is_exposed(tmp_path: Path) -> None:
-    host_only = [e for e in gpu_trace.events() if e.get("cat") not in ("kernel", "gpu_memcpy")]
+    host_only = gpu_trace.host_events()
     profile = read(tmp_path, host_only)
     table = overlaps(profile)
     parts = attribute(profile).set_index("component")["time_ms"]

@@ -1,7 +1,5 @@
 """Programs that are not ours: measured without being edited, and recorded by two lines."""
 
-from __future__ import annotations
-
 import gzip
 import itertools
 import json
@@ -9,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ import foreign_program
 import pandas as pd
 import pytest
 import torch
+from commands import run_python, wait_until
 from fake_hpctoolkit import FakeHPCToolkit
 
 from dlrm_core.base.errors import InputError
@@ -42,6 +40,9 @@ from dlrm_workbook.runner.run import Plan
 
 PROGRAM = Path(foreign_program.__file__)
 
+TWO_RANKS = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port"]
+TWO_RANKS += ["0", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(PROGRAM)]
+
 
 def parameters(folder: Path, *words: str, **profiling: Any) -> Parameters:
     """Those of a command; 2 iterations warm up and 4 are measured unless ``profiling`` differs."""
@@ -64,14 +65,18 @@ def test_an_iteration_passes_between_two_recordings() -> None:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Profile, Path]:
-    """(the profile, its run folder) of the small program, which would train for long."""
+    """(the profile, its run folder) of the small program, which would train for long.
+
+    It moves to another folder, and is measured where a user, who is in ``folder``, asked for it.
+    """
     folder = tmp_path_factory.mktemp("own")
-    return measure(program(folder, "100000", probes=True), folder / "run"), folder / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        profile = measure(program(folder, "100000", "moves", probes=True), Path("run"))
+    return profile, folder / "run"
 
 
-def test_a_command_is_measured_by_the_steps_of_its_optimizer(
-    measured: tuple[Profile, Path],
-) -> None:
+def test_a_command_is_measured_by_the_steps_of_its_optimizer(measured) -> None:
     profile, folder = measured
     assert len(profile.iterations) == 4
     times = profile.iterations["end_ns"] - profile.iterations["start_ns"]
@@ -90,9 +95,7 @@ def test_a_command_is_measured_by_the_steps_of_its_optimizer(
     assert "trained" not in (folder / "logs/command.out").read_text()
 
 
-def test_most_of_its_step_is_in_named_parts_and_its_data_line_is_named(
-    measured: tuple[Profile, Path],
-) -> None:
+def test_most_of_its_step_is_in_named_parts_and_its_data_line_is_named(measured) -> None:
     profile, _ = measured
     attribution = attribute(profile)
     share = attribution.groupby("component")["share"].sum()
@@ -106,9 +109,7 @@ def test_most_of_its_step_is_in_named_parts_and_its_data_line_is_named(
     assert lines.loc[lines["line"].between(loop, loop + 2), "ms"].sum() > 0.3 * lines["ms"].sum()
 
 
-def test_the_lines_that_make_a_batch_are_named_in_the_finding(
-    measured: tuple[Profile, Path],
-) -> None:
+def test_the_lines_that_make_a_batch_are_named_in_the_finding(measured) -> None:
     profile, _ = measured
     table = lines(profile)
     data = table[table["role"].eq("batch")].iloc[0]
@@ -185,9 +186,7 @@ def test_our_own_runs_name_their_lines(tmp_path: Path) -> None:
     assert table.groupby("role")["share_of_step"].sum()["model"] > 0.05
 
 
-def test_its_page_has_the_limits_of_this_machine_at_the_shapes_that_were_seen(
-    measured: tuple[Profile, Path],
-) -> None:
+def test_its_page_has_the_limits_of_this_machine_at_the_shapes_that_were_seen(measured) -> None:
     profile, _ = measured
     ceilings = profile.meta["ceilings"]
     shapes = {(row["m"], row["n"], row["k"]) for row in ceilings["gemm"]}
@@ -255,14 +254,9 @@ def test_what_cannot_be_measured_is_told_in_a_sentence(
     assert not (tmp_path / "run/profile").exists()
 
 
-def test_a_program_that_changes_its_folder_is_measured_where_it_was_asked_to_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    asked = program(tmp_path, "100000", "moves")
-    profile = measure(asked, Path("run"))  # as a user writes it, from here
-    assert len(profile.iterations) == 4
-    assert {file.name for file in (tmp_path / "run").iterdir()} == {"logs", "profile", "recording"}
+def test_a_program_that_changes_its_folder_is_measured_where_it_was_asked_to_be(measured) -> None:
+    profile, folder = measured
+    assert {file.name for file in folder.iterdir()} == {"logs", "profile", "recording"}
     assert profile.contexts["file"].eq(str(PROGRAM)).any()
 
 
@@ -310,17 +304,12 @@ def test_a_command_that_ends_early_but_was_recorded_says_so(tmp_path: Path) -> N
 
 
 def test_of_ranks_the_error_of_the_one_that_failed_is_told(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port"]
-    words += ["0", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(PROGRAM), "2", "rank1"]
     with pytest.raises(InputError, match="failed with exit code 1: ValueError: no shard of rank 1"):
-        measure(parameters(tmp_path, *words), tmp_path / "run")
+        measure(parameters(tmp_path, *TWO_RANKS, "2", "rank1"), tmp_path / "run")
 
 
 def test_ranks_leave_a_recording_each(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port"]
-    words += ["0", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(PROGRAM)]
-    words += ["100000", "plain"]
-    profile = measure(parameters(tmp_path, *words), tmp_path / "run")
+    profile = measure(parameters(tmp_path, *TWO_RANKS, "100000", "plain"), tmp_path / "run")
     time_changes_together(profile, tmp_path / "run")  # as the profile notebook does next
     recording = open_recording(tmp_path / "run")
     assert sorted(recording.ranks) == [0, 1]
@@ -345,9 +334,7 @@ def test_commands_that_are_no_list_of_words_are_refused(value: Any) -> None:
         parameters_from_sections({"profiling": {"command": value}})
 
 
-def test_hpctoolkit_measures_a_command_beside_its_own_marks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hpctoolkit_measures_a_command_beside_its_own_marks(tmp_path, monkeypatch) -> None:
     recorded = REPOSITORY / "tests/data/hpctoolkit/dlrm-cpu-python.d"
     fake = FakeHPCToolkit(tmp_path / "hpctoolkit", recorded=str(recorded))
     monkeypatch.setenv("PATH", f"{fake.bin}{os.pathsep}{os.environ['PATH']}")
@@ -399,12 +386,12 @@ def test_sigkill_of_what_measures_ends_the_program_and_its_children(tmp_path: Pa
         f"record_command({command!r}, ProfilingConfig(), Path('run'))\n"
     )
     starter = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path)
-    _wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == 2)
+    wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == 2, 60)
     running = [int(file.stem) for file in tmp_path.glob("*.pid")]
     assert all(map(_is_alive, running))
     starter.kill()
     starter.wait()
-    _wait_until(lambda: not any(map(_is_alive, running)))
+    wait_until(lambda: not any(map(_is_alive, running)), 60)
     assert not (tmp_path / "survived").exists()
 
 
@@ -413,13 +400,6 @@ def _is_alive(number: int) -> bool:
         return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def _wait_until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 # ---- two lines in one's own code ---------------------------------------------------------
@@ -446,7 +426,7 @@ def test_a_loop_records_itself_and_goes_on(tmp_path: Path) -> None:
     assert loop(tmp_path / "mine", 50, iterations=3, warmup=1) == 50
     profile = open_recording(tmp_path / "mine").profile
     assert len(profile.iterations) == 3
-    parts = set(attribute(profile)[["component", "phase"]].itertuples(index=False, name=None))
+    parts = parts_of(profile)
     assert {("embedding", "forward"), ("embedding", "backward")} <= parts
     assert {("top_mlp", "forward"), ("top_mlp", "backward")} <= parts
     # details of other iterations are those of a recording that holds all
@@ -471,9 +451,7 @@ def test_a_loop_records_itself_and_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", ["MOST_EVENTS", "MOST_DETAILED"])
-def test_a_huge_recording_is_cut_and_says_so(
-    limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_huge_recording_is_cut_and_says_so(limit, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(session, limit, 10)
     loop(tmp_path / "mine", 30, iterations=3, warmup=1)
     profile = open_recording(tmp_path / "mine").profile
@@ -499,6 +477,21 @@ class Tower(torch.nn.Module):
         return self.head(self.body(self.tokens(tokens)))
 
 
+def train_step(model: Callable[..., Any], optimizer: torch.optim.SGD, sequences: int) -> None:
+    """One step of a :class:`Tower` that predicts the next token."""
+    tokens = torch.randint(0, 50, (sequences, 33))
+    scores = model(tokens[:, :-1]).flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(scores, tokens[:, 1:].flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def parts_of(profile: Profile) -> set[tuple[str, str]]:
+    """Components with their phases."""
+    return set(attribute(profile)[["component", "phase"]].itertuples(index=False, name=None))
+
+
 def test_parts_of_a_model_that_is_no_dlrm_are_its_own_modules(tmp_path: Path) -> None:
     model = Tower()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
@@ -506,25 +499,19 @@ def test_parts_of_a_model_that_is_no_dlrm_are_its_own_modules(tmp_path: Path) ->
     with record(tmp_path / "mine", iterations=4, warmup=1, ceilings=False) as step:
         for _ in range(12):
             # so long that a core taken away by others falls on every part alike
-            tokens = torch.randint(0, 50, (256, 33))
-            scores = model(tokens[:, :-1]).flatten(0, 1)
-            loss = torch.nn.functional.cross_entropy(scores, tokens[:, 1:].flatten())
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            train_step(model, optimizer, 256)
             step()
     assert not hooks
     recording = open_recording(tmp_path / "mine").profile
     _laps_are_whole(recording)
-    attribution = attribute(recording)
-    parts = set(attribution[["component", "phase"]].itertuples(index=False, name=None))
+    parts = parts_of(recording)
     layers = [f"body.layers.{name}" for name in ("self_attn", "linear1", "linear2", "norm1")]
     for name in ("tokens", *layers, "head"):
         assert {(name, "forward"), (name, "backward")} <= parts
     assert {("data", "forward"), ("loss", "forward"), ("optimizer", "update")} <= parts
     assert not {"embedding", "bottom_mlp", "top_mlp", "interaction"} & {name for name, _ in parts}
     # loose: a core that others take away falls between the parts
-    assert coverage(attribution) > 0.7
+    assert coverage(attribute(recording)) > 0.7
 
 
 def _laps_are_whole(recording: Profile) -> None:
@@ -564,18 +551,13 @@ def test_what_the_profiler_frees_leaves_the_programs_page_faults_alone() -> None
         "heap.release()\n"
         "print(in_hole(), threshold)\n"
     )
-    kept, grown = (
-        [int(n) for n in subprocess.check_output([sys.executable, "-c", script, *words]).split()]
-        for words in (["keep"], [])
-    )
+    kept, grown = ([int(n) for n in run_python(script, *words).split()] for words in (["keep"], []))
     assert kept == [1, 0, 0, 1, 0]
     assert grown[:4] == [1, 1, 0, 1] and grown[4] > 16
 
 
 @pytest.mark.parametrize(("later", "left"), [(3, [50.0, 50.0]), (9_900, [50.0, 50.0, 40.0, 40.0])])
-def test_iterations_that_a_recording_spares_page_faults_are_left_out(
-    later: int, left: list[float], tmp_path: Path
-) -> None:
+def test_iterations_that_a_recording_spares_page_faults_are_left_out(later, left, tmp_path) -> None:
     recording = session.Session(tmp_path / "mine", session.Lengths(2, unprofiled=4), ours=False)
     recording._phases["before"].times_ms += [50.0, 50.0]
     recording._phases["after"].times_ms += [40.0, 40.0]
@@ -587,9 +569,7 @@ def test_iterations_that_a_recording_spares_page_faults_are_left_out(
     assert ("2 iterations after" in str(recording.information)) == (later == 3)
 
 
-def test_laps_are_left_out_where_noting_them_costs_too_much(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_laps_are_left_out_where_noting_them_costs_too_much(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(session, "MAX_COUNTING_SHARE", 0.0)  # whatever they cost on this machine
     monkeypatch.setattr(session, "SHORTEST", 0)  # however short its iterations are here
     model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(10)))
@@ -610,22 +590,17 @@ def test_parts_of_a_trace_with_stacks_are_the_classes_of_its_modules(tmp_path: P
     optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], 0.01)
     with torch.profiler.profile(with_stack=True, record_shapes=True) as profiler:
         for _ in range(4):
-            tokens = torch.randint(0, 50, (32, 33))
-            scores = other(model(tokens[:, :-1]).flatten(0, 1))
-            loss = torch.nn.functional.cross_entropy(scores, tokens[:, 1:].flatten())
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            train_step(lambda tokens: other(model(tokens)), optimizer, 32)
     profiler.export_chrome_trace(str(tmp_path / "trace.json"))
-    attribution = attribute(open_recording(tmp_path / "trace.json").profile)
-    parts = set(attribution[["component", "phase"]].itertuples(index=False, name=None))
+    profile = open_recording(tmp_path / "trace.json").profile
+    parts = parts_of(profile)
     layer = "TransformerEncoder.TransformerEncoderLayer"
     # both models have a Linear on top, so their own classes tell those apart
     names = ["Embedding", f"{layer}.MultiheadAttention", "Tower.Linear", "Linear"]
     for name in names:
         assert {(name, "forward"), (name, "backward")} <= parts, (name, parts)
     assert not {"embedding", "bottom_mlp", "top_mlp", "interaction"} & {name for name, _ in parts}
-    assert coverage(attribution) > 0.6  # loose, as above
+    assert coverage(attribute(profile)) > 0.6  # loose, as above
 
 
 def test_modules_are_grouped_as_finely_as_a_page_has_room_for() -> None:
@@ -668,8 +643,7 @@ def test_modules_of_a_dlrm_are_its_parts(tmp_path: Path) -> None:
             scores = model(torch.ones(1500, 200), indices)
             torch.nn.functional.mse_loss(scores, torch.zeros(1500, 200)).backward()
             step()
-    attribution = attribute(open_recording(tmp_path / "mine").profile)
-    parts = set(attribution[["component", "phase"]].itertuples(index=False, name=None))
+    parts = parts_of(open_recording(tmp_path / "mine").profile)
     for name in ("bottom_mlp", "embedding", "gate"):
         assert {(name, "forward"), (name, "backward")} <= parts
 
@@ -682,9 +656,7 @@ def test_a_loop_that_is_too_short_is_warned_of_and_keeps_its_results(tmp_path: P
         pass
 
 
-def test_a_loop_too_short_to_be_measured_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loop_too_short_to_be_measured_goes_on(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(session, "SHORTEST", 1e9)
     with pytest.warns(UserWarning, match=r"an iteration takes .* too short to be measured"):
         assert loop(tmp_path / "mine", 50, iterations=3, warmup=1) == 50
@@ -716,5 +688,4 @@ def test_record_needs_torch_and_numpy_only() -> None:
         "from dlrm_workbook import record\n"
         "print(record.part)\n"
     )
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+    run_python(code, env=os.environ | {"PYTHONPATH": str(REPOSITORY)})

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commands import run_commands
+from commands import run_commands, run_python
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
@@ -137,8 +137,7 @@ from dlrm_workbook.show.theme import figure
 figure("title", 100)._ipython_display_()
 print([name for name in ("torch", "nbformat", "jsonschema") if name in sys.modules])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
+    assert run_python(code).splitlines()[-1] == "[]"
 
 
 def test_the_command_line_leaves_the_modules_as_they_are():

@@ -1,7 +1,5 @@
 """Pages: self-contained, complete, and made of nothing that a browser would load."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
@@ -60,9 +58,11 @@ def body(text: str) -> str:
     return re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
 
 
-def test_plotly_is_inside_once_where_there_are_figures_and_nothing_is_loaded(
-    tmp_path: Path,
-) -> None:
+def body_of(folder: Path, *cells, **more) -> str:
+    return body(page(folder, *cells, **more))
+
+
+def test_plotly_is_inside_once_where_there_are_figures_and_nothing_is_loaded(tmp_path) -> None:
     text = page(tmp_path, cell(shown(figure())), cell(shown(figure()), shown(figure())))
     assert text.count("plotly.js v") == 1
     assert text.count('class="plot"') == 3
@@ -78,7 +78,7 @@ def test_plotly_is_inside_once_where_there_are_figures_and_nothing_is_loaded(
 
 def test_figure_data_cannot_end_its_script_and_has_no_nan(tmp_path: Path) -> None:
     mime = figure(name="</script><script>alert(1)</script>", x=[1.0, float("nan")])
-    text = body(page(tmp_path, cell(shown(mime))))
+    text = body_of(tmp_path, cell(shown(mime)))
     (stored,) = re.findall(r'<script type="application/json">(.*?)</script>', text, re.DOTALL)
     data = json.loads(stored)["data"][0]
     assert data["name"] == "</script><script>alert(1)</script>"
@@ -86,13 +86,11 @@ def test_figure_data_cannot_end_its_script_and_has_no_nan(tmp_path: Path) -> Non
 
 
 def test_markdown_title_contents_and_tables(tmp_path: Path) -> None:
-    text = body(
-        page(
-            tmp_path,
-            "# The title\n\n**bold** and `code`",
-            "## Part\n\n| a | b |\n|---|--:|\n| 1 | 2 |\n\n- item",
-            "## Part\n\n```python\nx = 1\n```",
-        )
+    text = body_of(
+        tmp_path,
+        "# The title\n\n**bold** and `code`",
+        "## Part\n\n| a | b |\n|---|--:|\n| 1 | 2 |\n\n- item",
+        "## Part\n\n```python\nx = 1\n```",
     )
     assert "<title>The title</title>" in text
     assert text.count("The title") == 2, "in the head and as the one h1"
@@ -107,7 +105,7 @@ def test_tables_keep_their_content_and_lose_their_scripts(tmp_path: Path) -> Non
         "<div><style scoped>.dataframe {}</style><table border='1' class='dataframe'>"
         "<tr><td onclick='steal()'>4 &lt; 5</td></tr></table><script>bad()</script></div></div>"
     )
-    text = body(page(tmp_path, cell(shown({"text/html": html, "text/plain": "t"}))))
+    text = body_of(tmp_path, cell(shown({"text/html": html, "text/plain": "t"})))
     row = "<tbody><tr><td>4 &lt; 5</td></tr></tbody>"
     assert f'<table border="1" class="dataframe">{row}</table>' in text
     assert "bad()" not in text and "steal" not in text and "scoped" not in text
@@ -124,13 +122,11 @@ def test_progress_bars_become_text(tmp_path: Path) -> None:
         "c": model(value=" 5/5 [00:01&lt;00:00]"),
     }
     stream = new_output("stream", name="stderr", text="10%|█ |\r 50%|█ |\r100%|██| 2/2\n")
-    text = body(
-        page(
-            tmp_path,
-            cell(shown({WIDGET: {"model_id": "top"}, "text/plain": "0%"})),
-            cell(stream),
-            metadata={"widgets": {WIDGET_STATE: {"state": state}}},
-        )
+    text = body_of(
+        tmp_path,
+        cell(shown({WIDGET: {"model_id": "top"}, "text/plain": "0%"})),
+        cell(stream),
+        metadata={"widgets": {WIDGET_STATE: {"state": state}}},
     )
     assert "steps: 100% 5/5 [00:01&lt;00:00]" in text
     assert "100%|██| 2/2" in text and "50%|" not in text
@@ -143,9 +139,7 @@ def test_errors_colours_images_and_streams(tmp_path: Path) -> None:
     hatchet = "  <three>\x1b[38;5;196m42\x1b[0m"  # of 256 colours, which have no class
     lines = ("one ", "<two>\n", hatchet)
     streams = [new_output("stream", name="stdout", text=text) for text in lines]
-    text = body(
-        page(tmp_path, cell(*streams), cell(error), cell(shown({"image/png": PIXEL})), cell())
-    )
+    text = body_of(tmp_path, cell(*streams), cell(error), cell(shown({"image/png": PIXEL})), cell())
     coloured = re.search(r'one &lt;two&gt;\n  &lt;three&gt;<span data-look="(\d+)">42<', text)
     assert coloured and f'[data-look="{coloured[1]}"]{{color:rgb(255, 0, 0) !important}}' in text
     assert ' style="' not in text, "the policy would stop it"
@@ -159,19 +153,17 @@ def test_parameters_are_a_table_that_marks_what_was_changed(tmp_path: Path) -> N
     injected = (
         "# Parameters\ntitle = 'A <run>'\nmodel = {'tables': 8, 'table_rows': [1000000]}\ncount = 7"
     )
-    text = body(
-        page(
-            tmp_path,
-            cell(source=PARAMETERS, tags=["parameters"]),
-            cell(source=injected, tags=["injected-parameters"]),
-        )
+    text = body_of(
+        tmp_path,
+        cell(source=PARAMETERS, tags=["parameters"]),
+        cell(source=injected, tags=["injected-parameters"]),
     )
     assert text.count('class="parameters"') == 1
     row = r'<tr class="changed"[^>]*><th scope="row">count</th><td>7</td></tr>'
     assert re.search(row, text)
     assert "<td>A &lt;run&gt;</td>" in text
     assert "<td>1,000,000</td>" in text
-    alone = body(page(tmp_path, cell(source=PARAMETERS, tags=["parameters"])))
+    alone = body_of(tmp_path, cell(source=PARAMETERS, tags=["parameters"]))
     assert '<th scope="row">count</th><td>3</td>' in alone
 
 
@@ -186,10 +178,10 @@ def test_outcome_of_the_run_is_told(tmp_path: Path) -> None:
         "versions": {"torch": "2.13.0", "python": "3.11.7", "commit": "abc"},
         "command": "dlrm run n",
     }
-    text = body(page(tmp_path, "# T", run=run))
+    text = body_of(tmp_path, "# T", run=run)
     for part in ("not complete", "it broke", "quick", "4 min 05 s", "A CPU, 2 cores", "H200"):
         assert part in text
-    finished = body(page(tmp_path, "# T", run=run | {"status": "finished"}))
+    finished = body_of(tmp_path, "# T", run=run | {"status": "finished"})
     assert "not complete" not in finished
 
 
@@ -203,7 +195,7 @@ def test_not_a_notebook_is_bad_input(tmp_path: Path) -> None:
 def test_images_beside_the_notebook_are_embedded_and_others_described(tmp_path: Path) -> None:
     (tmp_path / "near.svg").write_text("<svg/>")
     source = "![near](near.svg) ![far](https://example.org/far.png) ![gone](gone.png)"
-    text = body(page(tmp_path, new_markdown_cell(source)))
+    text = body_of(tmp_path, new_markdown_cell(source))
     assert text.count("data:image/svg+xml;base64,") == 1
     assert "[image: far]" in text and "[image: gone]" in text
     assert "example.org" not in text
@@ -223,7 +215,7 @@ def test_no_image_brings_a_file_from_outside_the_folder(tmp_path: Path) -> None:
     far += ["a\0.png", "in%20side", str(tmp_path / "secret.png"), f"file://{tmp_path}/secret.png"]
     for write in ("![words]({})".format, '<img src="{}" alt="words">'.format):
         for address in near + far:
-            text = body(page(folder, new_markdown_cell(write(address))))
+            text = body_of(folder, new_markdown_cell(write(address)))
             data = re.findall(r'src="data:image/png;base64,(.*?)"', text)
             assert [base64.b64decode(one) for one in data] == [b"near"] * (address in near), address
             assert "words" in text
@@ -307,7 +299,7 @@ def test_names_with_angle_brackets_stay_and_fields_go(tmp_path: Path) -> None:
         "&lt;b&gt;a&lt;/b&gt;"
     )
     assert clean_html("a<svg><style><img src=x onerror=b></style></svg>") == "a<img>"
-    text = body(page(tmp_path, "- [x] done\n- [ ] open"))
+    text = body_of(tmp_path, "- [x] done\n- [ ] open")
     assert "<li>☑ done</li>" in text and "<li>☐ open</li>" in text
 
 
@@ -417,15 +409,13 @@ def test_parameter_cells_are_read_without_running_them() -> None:
 def test_an_empty_table_adds_nothing_to_the_reason_before_it(tmp_path: Path) -> None:
     empty = {"text/html": TextTable([Cells("part", [])])._repr_html_()}
     why = {"text/markdown": "*Not measured: no iterations.*"}
-    text = body(
-        page(
-            tmp_path,
-            "## Iterations",
-            cell(shown(why)),
-            cell(shown(empty)),
-            "## Passes",
-            cell(shown(empty)),
-        )
+    text = body_of(
+        tmp_path,
+        "## Iterations",
+        cell(shown(why)),
+        cell(shown(empty)),
+        "## Passes",
+        cell(shown(empty)),
     )
     assert text.count("No iterations") == 1
     assert text.count("Nothing to list") == 1, "only where nothing else says so"
@@ -495,15 +485,13 @@ def test_sections_without_data_are_one_list_at_the_end(tmp_path: Path) -> None:
 
 def test_headline_and_quality_stand_in_the_masthead_and_nowhere_else(tmp_path: Path) -> None:
     quality = Quality("amber", "Another program used `0.2` cores.")._repr_mimebundle_()
-    text = body(
-        page(
-            tmp_path,
-            "# Title\n\nWhat this is.",
-            "## Verdict",
-            cell(shown({"text/markdown": "**Data** limits."}), shown(figure()), tags=["headline"]),
-            cell(shown(quality), tags=["quality"]),
-            cell(shown({Quality.MIME: {"level": "<b>", "sentence": "forged"}}), tags=["quality"]),
-        )
+    text = body_of(
+        tmp_path,
+        "# Title\n\nWhat this is.",
+        "## Verdict",
+        cell(shown({"text/markdown": "**Data** limits."}), shown(figure()), tags=["headline"]),
+        cell(shown(quality), tags=["quality"]),
+        cell(shown({Quality.MIME: {"level": "<b>", "sentence": "forged"}}), tags=["quality"]),
     )
     masthead, _, rest = text.partition("</header>")
     order = [
@@ -589,7 +577,7 @@ def test_a_page_links_to_the_runs_of_its_chain_that_are_there(tmp_path: Path) ->
     (here.parent / "1-train" / "train.html").touch()
     (tmp_path / "index.html").touch()
     chain = {"train": "../1-train", "profile": "../1-profile", "n": "."}
-    masthead = body(page(here, "# N", run={"chain": chain})).partition("<main")[0]
+    masthead = body_of(here, "# N", run={"chain": chain}).partition("<main")[0]
     links = re.findall(r'<a href="(\.\.[^"]*)">(.*?)</a>', masthead)
     assert links == [("../1-train/train.html", "train"), ("../../index.html", "all runs")]
     assert '<span aria-current="page">n</span>' in masthead
@@ -604,10 +592,10 @@ def test_commands_name_the_parameters_of_what_the_page_is_about(tmp_path: Path) 
         folder.mkdir()
         run = {"command": f"dlrm run all -f {command}", "notebook": "n", "parameters": {}}
         (folder / "run.json").write_text(json.dumps(run))
-    text = body(page(own, *cells, run=run))
+    text = body_of(own, *cells, run=run)
     assert text.count("-f mine.yaml") == 2 and "FILE" not in text
     assert "dlrm run profile -f mine.yaml -p profiling.probes=true" in text
-    text = body(page(own, *cells, run={"parameters": {"profile_run": str(explained)}}))
+    text = body_of(own, *cells, run={"parameters": {"profile_run": str(explained)}})
     assert (
         text.count("-f &#39;a &lt;b&gt;.yaml&#39; -p model.tables=3")
         + text.count("-f 'a &lt;b&gt;.yaml' -p model.tables=3")
@@ -616,7 +604,7 @@ def test_commands_name_the_parameters_of_what_the_page_is_about(tmp_path: Path) 
     # the sample, and a recording that anybody made
     for unknown in ("", str(tmp_path / "trace.json.gz")):
         run = {"parameters": {"profile_run": unknown}}
-        assert body(page(own, *cells, run=run)).count("-f FILE") == 2
+        assert body_of(own, *cells, run=run).count("-f FILE") == 2
 
 
 def test_an_executed_notebook_is_written_with_a_figure_in_a_line(tmp_path: Path) -> None:

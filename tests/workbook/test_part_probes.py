@@ -1,7 +1,5 @@
 """Probes: what a change touches, which half is run, what comes back."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import threading
@@ -180,16 +178,17 @@ def test_a_half_times_its_own_parts(half: str) -> None:
     assert {(component, phase) for phase in ("forward", "backward", "update")} <= set(times)
 
 
+def addresses(loop: Any) -> list[int]:
+    """Where the tables of a loop lie."""
+    return [table.data_ptr() for table in loop.model.embeddings.weights]
+
+
 def test_equal_tables_are_lent_and_others_made() -> None:
     base = StepLoop(tiny(), "sparse")
     same = StepLoop(tiny(training={"batch_size": 64}), "sparse", tables_from=base)
     wider = StepLoop(tiny(model={"table_rows": 51}), "sparse", tables_from=base)
-    ours, lent, own = (
-        [table.data_ptr() for table in loop.model.embeddings.weights]
-        for loop in (base, same, wider)
-    )
-    assert lent == ours
-    assert not set(own) & set(ours)
+    assert addresses(same) == addresses(base)
+    assert not set(addresses(wider)) & set(addresses(base))
 
 
 def test_ranges_of_a_part_add_up_and_the_rest_is_other() -> None:
@@ -272,9 +271,7 @@ SCATTER = {
 
 @pytest.mark.parametrize("law", SCATTER)
 @pytest.mark.parametrize("sigma", [0.02, 0.06, 0.15])
-def test_ranges_cover_the_truth_as_often_as_they_say_though_probes_end_early(
-    law: str, sigma: float
-) -> None:
+def test_ranges_cover_the_truth_as_often_as_they_say_though_probes_end_early(law, sigma) -> None:
     random = np.random.default_rng(int(1e3 * sigma))
 
     def draw() -> float:
@@ -359,9 +356,7 @@ def test_only_what_a_change_affects_keeps_it_in_the_turns() -> None:
     assert not timed._settled("dense", probes.UNCHANGED, runs(wild, calm), runs(wild, calm))
 
 
-def test_changes_are_timed_beside_one_base_and_what_is_equal_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_changes_are_timed_beside_one_base_and_what_is_equal_once(monkeypatch) -> None:
     monkeypatch.setattr(probes, "OVERLAP_SECONDS", 0.1)
     timed: list[list[str]] = []
     taken = probes.interleave
@@ -384,9 +379,7 @@ def test_changes_are_timed_beside_one_base_and_what_is_equal_once(
     assert timed == [["StepLoop"] * 3, ["StepLoop"] * 2, ["DataLoop"] * 3]
 
 
-def test_loops_that_do_not_fit_together_are_timed_after_one_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_loops_that_do_not_fit_together_are_timed_after_one_another(monkeypatch) -> None:
     built: list[int] = []
     made = probes._Probes._changed_loop
 
@@ -424,10 +417,7 @@ def test_lent_tables_are_trained_on() -> None:
     timing.begin()
     loop = timing._loops["sparse"]
     assert isinstance(loop, StepLoop)
-    ours, theirs = (
-        [table.data_ptr() for table in each.model.embeddings.weights] for each in (loop, owner)
-    )
-    assert ours == theirs
+    assert addresses(loop) == addresses(owner)
     narrow = tiny(model={"embedding_precision": "bf16"}, training={"embedding_backend": "fused"})
     other = probes.model_for(narrow.model, probes.Tables(owner.model, True), True)
     assert {table.dtype for table in other.embeddings.weights} == {torch.bfloat16}
@@ -444,15 +434,10 @@ def test_tables_that_a_change_needed_are_kept_for_whole_steps() -> None:
     assert [tables.huge_pages for tables in lenders] == [False, True]
     steps = [WholeStep(tiny(), lenders), WholeStep(changed_parameters(tiny(), fused)[0], lenders)]
     for step, tables in zip(steps, lenders, strict=True):
-        ours, theirs = (
-            [table.data_ptr() for table in each.model.embeddings.weights] for each in (step, tables)
-        )
-        assert ours == theirs
+        assert addresses(step) == addresses(tables)
 
 
-def test_a_turn_counts_every_iteration_but_what_a_loader_made_ahead(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_turn_counts_every_iteration_but_what_a_loader_made_ahead(monkeypatch) -> None:
     monkeypatch.setattr(together, "TURN_MS", 0.001)
     ahead = tiny(data={"loader": "prefetch", "prefetch_batches": 2})
     for parameters, iterations in ((tiny(), 1), (ahead, 3)):
@@ -469,9 +454,7 @@ def test_a_turn_counts_every_iteration_but_what_a_loader_made_ahead(
         assert run == iterations
 
 
-def test_batches_beside_the_step_are_made_beside_it_from_begin_to_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_batches_beside_the_step_are_made_beside_it_from_begin_to_end(monkeypatch) -> None:
     loop = probes.DataLoop(tiny())
     made, opened, calls = loop.generator.next_batch, threading.Event(), 0
 
@@ -502,9 +485,7 @@ def test_batches_beside_the_step_are_made_beside_it_from_begin_to_end(
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_only_batches_that_ended_beside_the_step_count_as_made_beside_it(
-    monkeypatch: pytest.MonkeyPatch, ends: bool
-) -> None:
+def test_only_batches_that_ended_beside_the_step_count_as_made_beside_it(monkeypatch, ends) -> None:
     monkeypatch.setattr(probes, "OVERLAP_SECONDS", 0.0)
     running: list[float] = []
     runs_of_a_turn = []

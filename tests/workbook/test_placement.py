@@ -1,18 +1,16 @@
 """Tables in two places: the same training as with all of them in one."""
 
-from __future__ import annotations
-
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
+from commands import run_python
 from hypothesis import given
 from hypothesis import strategies as st
+from small_training import parameters_with
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.config import Parameters, parameters_from_sections
+from dlrm_core.config import Parameters
 from dlrm_core.data.loader import make_generator
 from dlrm_core.run.resume import optimizer_state, weights_of
 from dlrm_core.train import Trainer, train
@@ -31,27 +29,17 @@ ROWS = [300, 50, 400, 20, 50]
 CPU = torch.device("cpu")
 
 
+SECTIONS = {
+    "model": {"bottom_mlp": [16, 32, 8], "top_mlp": [16, 1], "embedding_dim": 8}
+    | {"table_rows": ROWS},
+    "data": {"generator": "facebook", "indices_per_lookup": 5},
+    "training": {"batch_size": 64, "batches": 6, "learning_rate": 0.5, "device": "cpu"}
+    | {"threads": 1, "log_every": 1},
+}
+
+
 def parameters(data: dict | None = None, **training) -> Parameters:
-    return parameters_from_sections(
-        {
-            "model": {
-                "bottom_mlp": [16, 32, 8],
-                "top_mlp": [16, 1],
-                "embedding_dim": 8,
-                "table_rows": ROWS,
-            },
-            "data": {"generator": "facebook", "indices_per_lookup": 5} | (data or {}),
-            "training": {
-                "batch_size": 64,
-                "batches": 6,
-                "learning_rate": 0.5,
-                "device": "cpu",
-                "threads": 1,
-                "log_every": 1,
-            }
-            | training,
-        }
-    )
+    return parameters_with(SECTIONS, data=data, **training)
 
 
 def run(given: Parameters) -> tuple[list[float], dict[str, torch.Tensor], Trainer]:
@@ -331,8 +319,5 @@ except InputError as error:
 
 
 def test_under_a_small_limit_tables_are_refused_with_both_numbers():
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert "MiB are available" in done.stdout and "too few" in done.stdout
+    said = run_python(LIMITED, timeout=120)
+    assert "MiB are available" in said and "too few" in said

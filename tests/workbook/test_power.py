@@ -1,7 +1,5 @@
 """Energy of a run: counters that come round, GPUs with and without one, and reasons."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

@@ -1,7 +1,5 @@
 """Children: run, watched, and ended with the process that started them."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
@@ -164,9 +162,7 @@ def test_only_our_interpreter_is_told_who_started_it(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_of_endless_output_the_begin_and_the_end_are_kept(
-    stream: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_endless_output_the_begin_and_the_end_are_kept(stream, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(processes, "KEPT_OUTPUT", 400_000)
     monkeypatch.setattr(processes, "KEPT_BEGIN", 50_000)
     monkeypatch.setattr(processes, "KEPT_END", 50_000)

@@ -1,7 +1,5 @@
 """The Profile tables: checks, files, sums over the tree, Hatchet."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,7 +1,5 @@
 """The line that says how far ``dlrm run`` is: on a terminal, in a log, with and without a count."""
 
-from __future__ import annotations
-
 import io
 import json
 import time
@@ -52,9 +50,7 @@ def test_what_goes_on_for_long_is_said_again(monkeypatch: pytest.MonkeyPatch) ->
     assert "training 1 of 9" in log.getvalue() and "training 2 of 9" in log.getvalue()
 
 
-def test_the_time_left_is_that_of_what_is_counted_since_it_began(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_time_left_is_that_of_what_is_counted_since_it_began(monkeypatch) -> None:
     log, now = io.StringIO(), time.time()
     clocks = SimpleNamespace(time=lambda: now, monotonic=time.monotonic)
     monkeypatch.setattr(progress, "time", clocks)
@@ -66,9 +62,7 @@ def test_the_time_left_is_that_of_what_is_counted_since_it_began(
 
 
 @pytest.mark.parametrize("columns", [80, 40])
-def test_a_terminal_shows_one_line_that_keeps_its_head(
-    columns: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_terminal_shows_one_line_that_keeps_its_head(columns, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     screen = Terminal()
     with ProgressLine("2/3 profile", screen).ticking() as line:
@@ -86,9 +80,7 @@ def test_a_terminal_shows_one_line_that_keeps_its_head(
 
 
 @pytest.mark.parametrize("columns", range(20, 100))
-def test_a_line_is_never_wider_than_its_terminal(
-    columns: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_is_never_wider_than_its_terminal(columns, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     for words in ("790.3 ms each, 2,591 samples/s, loss 0.08", "oneword" * 20, ", ", ""):
         screen = Terminal()

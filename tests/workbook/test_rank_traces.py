@@ -1,7 +1,5 @@
 """Several ranks' traces: matched collectives, waiting told from transfer, the late rank named."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -262,12 +260,7 @@ def test_collectives_that_differ_are_not_matched(tmp_path: Path) -> None:
     st.integers(1, 400),
     st.lists(st.integers(-(10**7), 10**7), min_size=4, max_size=4),
 )
-def test_waiting_is_what_was_planted(
-    tmp_path_factory: pytest.TempPathFactory,
-    work: list[list[int]],
-    transfer: int,
-    clocks: list[int],
-) -> None:
+def test_waiting_is_what_was_planted(tmp_path_factory, work, transfer, clocks) -> None:
     folder = tmp_path_factory.mktemp("fleet")
     ranks = fleet(
         folder,

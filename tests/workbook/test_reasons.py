@@ -1,7 +1,5 @@
 """The reason beside the kernel: work by shapes, limits of the device, hardware counters."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Pages of real recordings of GPUs, of both engines, as a reader meets them in a browser."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One step on a page: parts, trees, tables and the timeline add up to it, and it says which."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -115,9 +113,7 @@ def test_everything_on_a_page_adds_up_to_the_step_without_a_profiler() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_recorded_step_is_that_of_the_iterations_which_are_steady_on_the_page(
-    seed: int,
-) -> None:
+def test_the_recorded_step_is_that_of_the_iterations_which_are_steady_on_the_page(seed) -> None:
     rng = np.random.default_rng(seed)
     first, second = ("data", "forward"), ("top_mlp", "forward")
     # the profiler slows the part whose time is scattered, so the page has other outliers
@@ -301,9 +297,7 @@ def test_streams_that_run_at_once_are_one_of_the_times() -> None:
     data=st.data(),
 )
 @settings(max_examples=60, deadline=None)
-def test_a_call_tree_adds_up_to_the_step_without_what_lies_outside(
-    times: list[float], data: st.DataObject
-) -> None:
+def test_a_call_tree_adds_up_to_the_step_without_what_lies_outside(times, data) -> None:
     count = len(times)
     above = [-1, *(data.draw(st.integers(0, row - 1)) for row in range(1, count))]
     outside = [data.draw(st.booleans()) and row > 0 for row in range(count)]

@@ -62,9 +62,7 @@ def test_what_a_recording_cannot_tell_is_an_empty_frame_with_the_reason(report: 
         assert "GPU" in table.attrs["not_measured"], name
 
 
-def test_a_change_is_predicted_and_a_place_without_a_recording_refused(
-    report: Report, tmp_path
-) -> None:
+def test_a_change_is_predicted_and_a_place_without_a_recording_refused(report, tmp_path) -> None:
     (row,) = report.predict({"training.precision": "bf16"}).itertuples()
     assert row.low_ms <= row.mid_ms <= row.high_ms
     assert report.to_hatchet().dataframe["cpu_time_ms"].sum() > 0
@@ -72,9 +70,7 @@ def test_a_change_is_predicted_and_a_place_without_a_recording_refused(
         explain(tmp_path)
 
 
-def test_explain_prints_60_lines_at_most_and_writes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_explain_prints_60_lines_at_most_and_writes_nothing(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["explain", str(SAMPLE)]) == 0
     printed = capsys.readouterr().out.splitlines()

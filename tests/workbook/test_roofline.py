@@ -1,7 +1,5 @@
 """Parts against the ceilings of their machine."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable
@@ -14,8 +12,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from profile_rows import bare_profile
+from small_training import parameters_with
 
-from dlrm_core.config import Parameters, parameters_from_sections
+from dlrm_core.config import Parameters
 from dlrm_core.parts import COMPONENTS, PHASES
 from dlrm_workbook.analysis.attribution import attribute
 from dlrm_workbook.analysis.devices import device
@@ -49,19 +49,18 @@ from dlrm_workbook.show.tables import TextTable, show
 MILLION = 1_000_000
 
 
+SECTIONS = {
+    "model": {
+        **{"bottom_mlp": [64, 128, 32], "top_mlp": [256, 1], "embedding_dim": 32},
+        **{"table_rows": [MILLION, MILLION]},
+    },
+    "data": {"generator": "uniform", "indices_per_lookup": 20, "fixed_pooling": True},
+    "training": {"batch_size": 1024, "device": "cpu"},
+}
+
+
 def model(**training: Any) -> Parameters:
-    return parameters_from_sections(
-        {
-            "model": {
-                "bottom_mlp": [64, 128, 32],
-                "top_mlp": [256, 1],
-                "embedding_dim": 32,
-                "table_rows": [MILLION, MILLION],
-            },
-            "data": {"generator": "uniform", "indices_per_lookup": 20, "fixed_pooling": True},
-            "training": {"batch_size": 1024, "device": "cpu", **training},
-        }
-    )
+    return parameters_with(SECTIONS, **training)
 
 
 def gemm_rows(parameters: Parameters, gflops: float, precision: str = "fp32") -> list[Any]:
@@ -92,26 +91,18 @@ def gemm_rows(parameters: Parameters, gflops: float, precision: str = "fp32") ->
     ]
 
 
+def streamed(size: int, read: float, copied: float) -> dict[str, float]:
+    rates = {"read_gb_per_s": read, "copy_gb_per_s": copied, "triad_gb_per_s": copied}
+    return {"bytes": size, **rates}
+
+
 def machine(parameters: Parameters, **changes: Any) -> dict[str, Any]:
     return {
         "device": "cpu",
         "threads": 2,
         "seconds": 3.0,
         "gemm": gemm_rows(parameters, 100.0),
-        "stream": [
-            {
-                "bytes": 1 << 19,
-                "read_gb_per_s": 100.0,
-                "copy_gb_per_s": 100.0,
-                "triad_gb_per_s": 100.0,
-            },
-            {
-                "bytes": 1 << 28,
-                "read_gb_per_s": 20.0,
-                "copy_gb_per_s": 16.0,
-                "triad_gb_per_s": 16.0,
-            },
-        ],
+        "stream": [streamed(1 << 19, 100.0, 100.0), streamed(1 << 28, 20.0, 16.0)],
         "gather": [{"row_bytes": 128, "table_bytes": 128 * MILLION, "gb_per_s": 5.0}],
         "dispatch_us": 2.0,
         "last_level_cache_bytes": 32 << 20,
@@ -120,19 +111,12 @@ def machine(parameters: Parameters, **changes: Any) -> dict[str, Any]:
 
 
 def dcn(layers: int) -> Parameters:
-    sections = model().to_sections()
-    sections["model"] |= {"interaction": "dcn", "dcn_layers": layers, "dcn_rank": 24}
-    return parameters_from_sections(sections)
+    kind = {"interaction": "dcn", "dcn_layers": layers, "dcn_rank": 24}
+    return parameters_with(SECTIONS, kind)
 
 
 def profile_of(parameters: Parameters, **meta: Any) -> Profile:
-    return Profile.build(
-        contexts=None,
-        metrics=None,
-        values=None,
-        threads=None,
-        meta={"device": "cpu", "parameters": parameters.to_sections(), **meta},
-    )
+    return bare_profile(**{"device": "cpu", "parameters": parameters.to_sections(), **meta})
 
 
 def attribution(times: dict[tuple[str, str], float], where: str = "host") -> pd.DataFrame:
@@ -150,11 +134,15 @@ def by_part(table: pd.DataFrame) -> pd.DataFrame:
     return table.set_index(["component", "phase"])
 
 
+def limits_of_parts(parameters: Parameters) -> pd.DataFrame:
+    """The roofline of a run in which each part took 10 ms."""
+    profile = profile_of(parameters, ceilings=machine(parameters))
+    return by_part(roofline(profile, all_parts(parameters)))
+
+
 def test_a_part_of_products_is_bound_by_their_measured_times():
     parameters = model()
-    table = by_part(
-        roofline(profile_of(parameters, ceilings=machine(parameters)), all_parts(parameters))
-    )
+    table = limits_of_parts(parameters)
     top = table.loc[("top_mlp", "forward")]
     width = parameters.model.interaction_kind.width
     products = 2 * 1024 * (width * 256 + 256)
@@ -169,9 +157,7 @@ def test_a_part_of_products_is_bound_by_their_measured_times():
 
 def test_lookups_are_bound_by_random_rows():
     parameters = model()
-    table = by_part(
-        roofline(profile_of(parameters, ceilings=machine(parameters)), all_parts(parameters))
-    )
+    table = limits_of_parts(parameters)
     forward = table.loc[("embedding", "forward")]
     assert forward["limit"] == "random rows"
     assert forward["ceiling_ms"] == pytest.approx(2 * 1024 * 20 * 128 / 5e6)
@@ -180,9 +166,7 @@ def test_lookups_are_bound_by_random_rows():
 
 def test_tiny_operators_are_bound_by_dispatch():
     parameters = model(batch_size=1)
-    table = by_part(
-        roofline(profile_of(parameters, ceilings=machine(parameters)), all_parts(parameters))
-    )
+    table = limits_of_parts(parameters)
     loss = table.loc[("loss", "forward")]
     assert (loss["limit"], loss["ceiling_ms"]) == ("dispatch", pytest.approx(2e-3))
 
@@ -225,7 +209,7 @@ def test_what_was_not_measured_is_said_and_never_zero():
     reasoned = profile_of(parameters, not_measured={"ceilings": "profiling.probes is off"})
     assert missing(reasoned) == "profiling.probes is off"
     narrow = model(precision="bf16")
-    table = by_part(roofline(profile_of(narrow, ceilings=machine(narrow)), all_parts(narrow)))
+    table = limits_of_parts(narrow)
     assert math.isnan(table.loc[("top_mlp", "forward"), "ceiling_ms"])
     assert "precision" in table.loc[("top_mlp", "forward"), "ceiling"]
     assert table.loc[("embedding", "forward"), "ceiling_ms"] > 0
@@ -235,17 +219,11 @@ def test_what_was_not_measured_is_said_and_never_zero():
 
 
 def test_without_a_model_there_is_no_roofline():
-    empty = Profile.build(contexts=None, metrics=None, values=None, threads=None, meta={})
+    empty = bare_profile()
     table = roofline(empty, all_parts(model()))
     assert table.empty and list(table.columns) == ROOFLINE_COLUMNS
     assert "does not say which model" in str(missing(empty))
-    odd = Profile.build(
-        contexts=None,
-        metrics=None,
-        values=None,
-        threads=None,
-        meta={"parameters": {"model": {"colour": 3}}},
-    )
+    odd = bare_profile(parameters={"model": {"colour": 3}})
     assert roofline(odd, all_parts(model())).empty
     assert "not those of a model" in str(missing(odd))
 
@@ -292,9 +270,7 @@ def test_a_gpu_is_bound_by_launches_or_by_its_kernels():
 
 
 def test_prefetched_data_need_not_be_waited_for():
-    sections = model().to_sections()
-    sections["data"]["loader"] = "prefetch"
-    parameters = parameters_from_sections(sections)
+    parameters = parameters_with(SECTIONS, data={"loader": "prefetch"})
     data = by_part(least_times(parameters, machine(parameters))).loc[("data", "forward")]
     assert data["ceiling_ms"] == 0
 
@@ -453,9 +429,7 @@ def test_work_of_another_program_is_that_of_its_recorded_shapes(
     assert update["ceiling_ms"] == pytest.approx(4 * rows * width / 5e6)
 
 
-def test_an_operator_without_a_formula_is_named_and_leaves_its_part_unmeasured(
-    tmp_path: Path,
-) -> None:
+def test_an_operator_without_a_formula_is_named_and_leaves_its_part_unmeasured(tmp_path) -> None:
     numbers = torch.rand(2000, 1000) * 0.5
 
     def step() -> None:

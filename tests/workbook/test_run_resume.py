@@ -1,18 +1,16 @@
 """A comparison or a measurement that was killed goes on where it was."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import yaml
+from commands import wait_until
 from compare_profiles import TINY
 
 from dlrm_core.base.errors import InputError
@@ -46,10 +44,7 @@ def test_what_had_finished_is_not_done_again(tmp_path: Path) -> None:
     given = json.dumps([TINY, CHANGE, str(tmp_path)])
     first = subprocess.Popen([sys.executable, "-c", PROGRAM, given], start_new_session=True)
     rounds = tmp_path / "rounds" / "rounds.json"
-    deadline = time.monotonic() + 200
-    while not rounds.is_file():
-        assert first.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(rounds.is_file, 200, [first])
     os.killpg(first.pid, signal.SIGSTOP)  # however long the rest takes, the next run is not made
     with pytest.raises(InputError, match="is being run by another process"):
         resumed(tmp_path).measure()

@@ -1,7 +1,5 @@
 """Sentences with names of others in them, as Markdown reads them."""
 
-from __future__ import annotations
-
 import re
 from html import unescape
 

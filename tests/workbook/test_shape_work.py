@@ -1,7 +1,5 @@
 """Bytes and operations of operators by their shapes, against counts by hand and torch's own."""
 
-from __future__ import annotations
-
 import json
 import math
 
@@ -122,9 +120,7 @@ def test_expanded_operands_are_read_once() -> None:
 
 @given(rows=st.integers(1, 60), width=st.integers(1, 12), alpha=st.floats(-1.0, 1.0))
 @settings(deadline=None, max_examples=10)
-def test_a_sparse_gradient_is_added_row_by_row(
-    tmp_path_factory: pytest.TempPathFactory, rows: int, width: int, alpha: float
-) -> None:
+def test_a_sparse_gradient_is_added_row_by_row(tmp_path_factory, rows, width, alpha) -> None:
     """torch records a sparse gradient with the shape of its table and without strides.
 
     Its values have their own shape where the addition hands them on.
@@ -178,9 +174,7 @@ def test_a_dense_gradient_of_rows_has_the_size_of_the_table() -> None:
 
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=3))
 @settings(deadline=None, max_examples=10)
-def test_a_reduction_is_counted_although_it_fills_its_result_first(
-    tmp_path_factory: pytest.TempPathFactory, shape: list[int]
-) -> None:
+def test_a_reduction_is_counted_although_it_fills_its_result_first(tmp_path_factory, shape) -> None:
     path = tmp_path_factory.mktemp("sum") / "trace.json"
     with torch.profiler.profile(record_shapes=True) as profiler:
         torch.ones(shape).sum(0)

@@ -1,7 +1,5 @@
 """The copy of a model that the ``train`` notebook hands out to try things on."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

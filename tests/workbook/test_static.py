@@ -1,7 +1,5 @@
 """Images of figures that need no browser, and their numbers in words."""
 
-from __future__ import annotations
-
 import json
 import re
 import xml.etree.ElementTree as ET

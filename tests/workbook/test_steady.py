@@ -1,7 +1,5 @@
 """Warm-up and stragglers that were planted are found; ordinary scatter is left alone."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -84,9 +82,7 @@ def test_short_iterations_are_found_and_do_not_hide_in_the_scatter() -> None:
         ([900, 78, 77, 77, 79, 76], []),  # a beginning
     ],
 )
-def test_a_single_iteration_of_few_is_a_straggler_only_if_it_is_far_longer(
-    times: list[float], slow: list[int]
-) -> None:
+def test_a_single_iteration_of_few_is_a_straggler_only_if_it_is_far_longer(times, slow) -> None:
     assert np.flatnonzero(steady_state(times).stragglers).tolist() == slow
 
 

@@ -1,7 +1,5 @@
 """Sweeps: the grid, its errors, running to the end whatever happens, resuming."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import math
@@ -211,9 +209,7 @@ def test_two_processes_do_not_run_one_sweep(tmp_path: Path) -> None:
 
 
 @pytest.mark.notebook
-def test_a_sweep_that_is_killed_is_resumed_to_one_page(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_that_is_killed_is_resumed_to_one_page(tmp_path, capfd) -> None:
     file = tmp_path / "small.yaml"
     points = [[8, 50], [8, 10**12], [16, 50]]
     sweep = {"training.batch_size, model.table_rows": points}
@@ -272,9 +268,7 @@ def test_a_sweep_that_is_killed_is_resumed_to_one_page(
     assert found.curves == {}, "two points make no law"
 
 
-def test_what_cannot_be_swept_is_refused_before_anything_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_swept_is_refused_before_anything_runs(tmp_path, capsys) -> None:
     file = tmp_path / "small.yaml"
     file.write_text(yaml.safe_dump(TINY | {"sweep": {"training.batch_size": [8, 0]}}))
     for more, message in (

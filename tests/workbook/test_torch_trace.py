@@ -1,7 +1,5 @@
 """torch.profiler's traces: nesting, agreement with key_averages, GPU work, bad input."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re
@@ -222,7 +220,7 @@ def test_impossible_recordings_are_refused(tmp_path: Path) -> None:
 
 @pytest.fixture()
 def gpu(tmp_path: Path) -> Profile:
-    return read_trace(gpu_trace.write(tmp_path / "trace.json", gpu_trace.events()))
+    return gpu_trace.read(tmp_path, gpu_trace.events())
 
 
 def value_by_name(read: Profile, metric: str, scope: str = "exclusive") -> dict[str, float]:
@@ -275,7 +273,7 @@ def test_unknown_launchers_are_kept_apart(tmp_path: Path) -> None:
     for event in events:
         if event["name"] == "gemm":
             event["args"] = {"device": 0, "stream": 7, "correlation": 4711}
-    read = read_trace(gpu_trace.write(tmp_path / "trace.json", events))
+    read = gpu_trace.read(tmp_path, events)
     row = read.contexts.set_index("name").loc["gemm"]
     assert (row["component"], row["phase"]) == ("other", "")
     assert read.contexts["name"][row["parent"]] == "launched before the trace"
@@ -287,13 +285,13 @@ def test_late_kernels_lengthen_the_iteration_that_launched_them(tmp_path: Path) 
     for event in events:
         if event["name"] == "reduce":
             event["dur"] = 50.0
-    read = read_trace(gpu_trace.write(tmp_path / "trace.json", events))
+    read = gpu_trace.read(tmp_path, events)
     assert read.iterations["end_ns"].tolist() == [120_000]
 
 
 def test_iterations_of_a_gpu_that_lags_behind_are_those_of_its_own_work(tmp_path: Path) -> None:
     """Four steps of 30 us launch 100 us each, behind 50 us of before; then the profiler stops."""
-    span, on_gpu = gpu_trace._span, gpu_trace._on_gpu
+    span, on_gpu = gpu_trace.span, gpu_trace.on_gpu
     events = [on_gpu("kernel", "gemm", 0, 50, 7, correlation=99)]
     for i in range(4):
         events += [
@@ -302,13 +300,13 @@ def test_iterations_of_a_gpu_that_lags_behind_are_those_of_its_own_work(tmp_path
             on_gpu("kernel", "gemm", 50 + 100 * i, 150 + 100 * i, 7, correlation=i),
         ]
     events.append(span("user_annotation", "ProfilerStep#4", 120, 121))
-    read = read_trace(gpu_trace.write(tmp_path / "trace.json", events))
+    read = gpu_trace.read(tmp_path, events)
     assert read.iterations["start_ns"].tolist() == [50_000, 150_000, 250_000, 350_000]
     assert read.iterations["end_ns"].tolist() == [150_000, 250_000, 350_000, 450_000]
 
 
 def test_autograd_threads_have_the_part_that_waits_for_them(tmp_path: Path) -> None:
-    span = gpu_trace._span
+    span = gpu_trace.span
     events = [
         span("user_annotation", "dlrm::iteration", 0, 100),
         span("user_annotation", "dlrm::top_mlp::backward", 10, 60),
@@ -316,7 +314,7 @@ def test_autograd_threads_have_the_part_that_waits_for_them(tmp_path: Path) -> N
         span("cpu_op", "aten::mm", 25, 45, tid=11),
         span("cpu_op", "aten::empty", 25, 45, tid=12),
     ]
-    read = read_trace(gpu_trace.write(tmp_path / "trace.json", events))
+    read = gpu_trace.read(tmp_path, events)
     parts = read.contexts.set_index("name")[["component", "phase"]]
     assert parts.loc["aten::mm"].tolist() == ["top_mlp", "backward"]
     assert parts.loc["aten::empty"].tolist() == ["other", ""]
@@ -327,7 +325,7 @@ def test_autograd_threads_have_the_part_that_waits_for_them(tmp_path: Path) -> N
 
 
 def test_a_trace_without_our_ranges_is_read_too(tmp_path: Path) -> None:
-    span = gpu_trace._span
+    span = gpu_trace.span
     events = [
         event
         for step in range(2)
@@ -336,7 +334,7 @@ def test_a_trace_without_our_ranges_is_read_too(tmp_path: Path) -> None:
             span("cpu_op", "aten::mm", 100 * step + 5, 100 * step + 80),
         )
     ]
-    read = read_trace(gpu_trace.write(tmp_path / "trace.json", events))
+    read = gpu_trace.read(tmp_path, events)
     assert len(read.iterations) == 2
     assert "ProfilerStep*" in set(read.contexts["name"])
 

@@ -1,20 +1,18 @@
 """Remedies that are switched on and off in a running program that nobody edited."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import odd_program
 import pytest
+from commands import wait_until
 
 from dlrm_core.base.errors import InputError
 from dlrm_workbook.analysis.attribution import attribute
@@ -131,9 +129,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, int]:
     return folder, out, process.returncode
 
 
-def test_what_pays_is_told_with_the_line_and_what_fails_is_a_row(
-    measured: tuple[Path, str, int],
-) -> None:
+def test_what_pays_is_told_with_the_line_and_what_fails_is_a_row(measured) -> None:
     rows = {row["id"]: row for row in trials_of(measured[0])["rows"]}
     sparse, autocast, onednn = rows["sparse"], rows["autocast"], rows["onednn"]
     assert sparse["status"] == "paid" and sparse["speedup"]["low"] > 1.3
@@ -186,10 +182,8 @@ def test_a_program_that_ends_first_says_so_and_a_kill_loses_no_row(tmp_path: Pat
         (tmp_path / name).mkdir()
     ends = start(tmp_path / "ends", "16", "", remedies=["fused"])
     killed = start(tmp_path / "killed", "100000", "", remedies=["fused", "threads"])
-    deadline = time.monotonic() + 200
-    while not list((tmp_path / "killed/notes").glob("*/trials.json")):
-        assert time.monotonic() < deadline and killed.poll() is None
-        time.sleep(0.05)
+    notes = tmp_path / "killed/notes"
+    wait_until(lambda: list(notes.glob("*/trials.json")), 200, [killed])
     killed.send_signal(signal.SIGKILL)
     killed.communicate(timeout=60)
     assert trials_of(tmp_path / "killed")["rows"][0]["turns"] >= 1
@@ -206,9 +200,7 @@ def test_the_remedies_to_try_are_chosen_by_name() -> None:
         ProfilingConfig(remedies=("faster",))
 
 
-def test_what_needs_a_new_process_is_tried_in_whole_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_needs_a_new_process_is_tried_in_whole_runs(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(whole_runs, "TIMED_S", 0.5)  # most of a run is the start of torch
     monkeypatch.setattr(whole_runs, "MOST_TURNS", 2)
     command = [sys.executable, odd_program.__file__, "100000", "loader", "0"]

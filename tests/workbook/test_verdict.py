@@ -1,10 +1,7 @@
 """The way from the measured step to the machine's limit, and the sentence above it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -250,9 +247,7 @@ def test_a_change_has_one_gain_wherever_a_page_names_it(profile: Profile) -> Non
     assert "Parts timed alone had predicted 3.8x." in text
 
 
-def test_all_findings_are_on_the_page_and_what_does_not_combine_has_its_command(
-    profile: Profile,
-) -> None:
+def test_all_findings_are_on_the_page_and_what_does_not_combine_has_its_command(profile) -> None:
     profile.meta["part_probes"]["changes"] += [
         probe(ONEDNN, top_mlp=0.7, bottom_mlp=0.7),
         probe(FUSED, embedding=0.5),
@@ -291,9 +286,7 @@ def test_changes_put_together_of_several_leaves_are_predicted_from_their_own_pro
     assert [stage.mid_ms for stage in way] == pytest.approx([150, 110, 65])
 
 
-def test_a_recording_of_another_program_shows_its_step_and_what_its_gpu_idles(
-    tmp_path: Path,
-) -> None:
+def test_a_recording_of_another_program_shows_its_step_and_what_its_gpu_idles(tmp_path) -> None:
     (only,) = stages(read_trace(write(tmp_path / "trace.json", events())), [])
     assert only.name == "the step, as recorded" and only.mid_ms == pytest.approx(0.1)
     assert times(only)["idle"] == pytest.approx(0.041)

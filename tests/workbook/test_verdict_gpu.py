@@ -1,7 +1,5 @@
 """The verdict on recordings of a GPU: idle time, cautions, shares and gains within their bounds."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -222,9 +220,8 @@ def test_an_unmeasured_host_is_one_row_of_idle_time(trace: Trace) -> None:
 
 
 def test_host_time_stands_beside_the_gpus(tmp_path: Path) -> None:
-    from dlrm_workbook.recordings.torch.trace import read_trace
 
-    profile = read_trace(gpu_trace.write(tmp_path / "trace.json", gpu_trace.events()))
+    profile = gpu_trace.read(tmp_path, gpu_trace.events())
     beside = device_beside_host(profile).set_index(["component", "phase"])
     # the drawing in gpu_trace: loss on the host 60..98, on the GPU 70..95
     assert beside.loc[("loss", "forward")].to_dict() == pytest.approx(
@@ -328,9 +325,7 @@ def whole_steps(trace: Trace, *kernels: tuple[str, float], **launch: Any) -> Non
         ([0, 0, 0], [0, 0, 0], ""),  # of a graph's kernels nothing was recorded
     ],
 )
-def test_launches_that_leave_most_of_a_gpu_without_work_are_named(
-    trace: Trace, grid: list[int], block: list[int], said: str
-) -> None:
+def test_launches_that_leave_most_of_a_gpu_without_work_are_named(trace, grid, block, said) -> None:
     whole_steps(trace, ("scan_of_mine(float*)", 950.0), grid=grid, block=block)
     (finding,) = told(trace.read(devices=[{"sms": 108}]))[0]
     assert finding.id == "heavy_kernel" and said in finding.title
@@ -340,9 +335,7 @@ def test_launches_that_leave_most_of_a_gpu_without_work_are_named(
 ENGINE = "void cudnn::detail::dgrad_engine<float, 512, 6, 5, 3, 3, 3, false>(int, float const*)"
 
 
-def test_engines_of_cudnn_in_fp32_count_and_what_an_old_gpu_lacks_is_not_advised(
-    trace: Trace,
-) -> None:
+def test_engines_of_cudnn_in_fp32_count_and_what_an_old_gpu_lacks_is_not_advised(trace) -> None:
     whole_steps(trace, (ENGINE, 500.0), ("volta_scudnn_128x64_relu_nn_v1", 300.0))
     finding = told(trace.read())[0][0]
     assert finding.title.startswith("Convolutions and matrix products take 80%")
@@ -396,9 +389,7 @@ def test_breakdown_of_kernels_adds_up_to_no_more_than_their_finding(trace: Trace
 
 
 @pytest.mark.parametrize("second", ["aten::mm", "aten::bmm"])
-def test_time_of_a_kernel_in_several_operators_is_not_that_of_one(
-    trace: Trace, second: str
-) -> None:
+def test_time_of_a_kernel_in_several_operators_is_not_that_of_one(trace, second) -> None:
     for begin in trace.steps(STEP_OF_OTHERS):
         for place, name in enumerate(("aten::mm", second)):
             at = begin + 5 + 20 * place

@@ -1,7 +1,5 @@
 """Top-down, bottom-up and flat views: sums, recursion, and agreement with plain loops."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -22,7 +20,6 @@ from dlrm_workbook.analysis.views import bottom_up, flat, top_down
 from dlrm_workbook.recordings.hpctoolkit.database import read_database
 from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
 from dlrm_workbook.recordings.profile import Profile, inclusive_from_exclusive, nearest
-from dlrm_workbook.recordings.torch.trace import read_trace
 from tests.hpctoolkit_tree import random_tree
 from tests.hpctoolkit_writer import Measured, write_database
 
@@ -210,7 +207,7 @@ def test_a_kernel_hangs_below_the_cpu_frames_that_launched_it() -> None:
 
 
 def test_views_of_a_torch_trace(tmp_path: Path) -> None:
-    profile = read_trace(gpu_trace.write(tmp_path / "trace.json", gpu_trace.events()))
+    profile = gpu_trace.read(tmp_path, gpu_trace.events())
     down = top_down(profile, within=step_contexts(profile), also=["gpu_time_ms"])
     assert down.attrs["total"] == pytest.approx(0.1)
     gemm = down[down["name"] == "gemm"].iloc[0]

@@ -1,7 +1,5 @@
 """What-if predictions: composition of parts, overlap, other GPUs, refusals."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Operations and bytes from first principles, against the operators that torch really runs."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import re

@@ -1,7 +1,5 @@
 """Running notebooks: folders, run.json, parameters, failures, interruptions."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json
@@ -18,6 +16,7 @@ from typing import Any
 
 import nbformat
 import pytest
+from commands import run_python, wait_until
 from jupyter_client.channels import AsyncZMQSocketChannel
 from sample_notebooks import PARAMETERS, write_notebook
 
@@ -170,9 +169,7 @@ def test_what_ended_a_run_is_told(place: Path, source: str, said: str, code: int
     ],
     ids=["gives way", "does not give way"],
 )
-def test_cell_that_takes_too_long_is_ended(
-    place: Path, source: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cell_that_takes_too_long_is_ended(place, source, monkeypatch) -> None:
     monkeypatch.setattr("dlrm_workbook.runner.engine.GRACE_SECONDS", 0.5)
     with pytest.raises(RunError, match="took longer than 3 s") as failure:
         run(place, ["# T", source, "print('later')"], cell_timeout=3.0)
@@ -211,10 +208,7 @@ def test_interruption_keeps_results_and_ends_the_kernel(place: Path, signum: int
         text=True,
         cwd=REPOSITORY,
     )
-    deadline = time.monotonic() + 150
-    while not pid.exists() or not pid.read_text():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: pid.exists() and pid.read_text(), 150, [process])
     process.send_signal(signum)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 128 + signum
@@ -282,9 +276,7 @@ def test_a_long_cell_does_not_keep_what_came_before_from_the_disk(place: Path) -
 
 
 @pytest.mark.parametrize("takes, between", [(0.005, 0.5), (0.25, 5.0)])
-def test_writing_takes_a_small_share_of_the_time(
-    takes: float, between: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_writing_takes_a_small_share_of_the_time(takes, between, monkeypatch) -> None:
     now, writes = [1.0], []
     monkeypatch.setattr(notebook_engine, "time", Namespace(monotonic=lambda: now[0]))
 
@@ -350,9 +342,7 @@ def test_all_chains_runs_and_stops_at_the_first_failure(place: Path) -> None:
         (["count"], "expected NAME=VALUE"),
     ],
 )
-def test_bad_parameters_are_refused_before_anything_runs(
-    place: Path, overrides: list[str], said: str
-) -> None:
+def test_bad_parameters_are_refused_before_anything_runs(place, overrides, said) -> None:
     with pytest.raises(InputError, match=said):
         run(place, ["1"], *overrides)
     assert not (place / "out").exists()
@@ -388,9 +378,7 @@ def test_unknown_notebook_missing_tag_and_bad_root_are_refused(place: Path) -> N
         (("sweep",), {"sweep_folder": "outputs/2026-11-23/1-sweep-small"}, "1-sweep-small"),
     ],
 )
-def test_a_recording_names_the_run_that_explains_it(
-    names: tuple[str, ...], own: dict[str, str], name: str
-) -> None:
+def test_a_recording_names_the_run_that_explains_it(names, own, name) -> None:
     assert recording_name(names, own) == name
     for others, given in ((("bottlenecks",), {}), (CHAIN, {"profile_run": "x"})):
         with pytest.raises(InputError, match="needs a parameters file"):
@@ -464,9 +452,7 @@ def test_an_empty_place_is_refused_and_not_taken_for_the_newest_run(place: Path)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_between_two_notebooks_is_noted_in_their_runs(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+def test_a_signal_between_two_notebooks_is_noted_in_their_runs(tmp_path, number) -> None:
     over, on = (claim_run_folder(tmp_path, n, "p", parameters={}, command="") for n in "ab")
     over.close("finished")
     before = signal.getsignal(signal.SIGTERM)
@@ -539,17 +525,13 @@ def test_options_that_do_nothing_and_odd_ones_are_refused_in_a_short_sentence(
         (["bench", "--json", ""], "json"),
     ],
 )
-def test_an_empty_place_is_neither_this_folder_nor_left_out(
-    words: list[str], name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_empty_place_is_neither_this_folder_nor_left_out(words, name, capsys) -> None:
     assert cli.main(words) == 2
     assert f"dlrm {words[0]}: {name} is empty, as of a shell's variable" in capsys.readouterr().err
 
 
 @pytest.mark.notebook
-def test_last_line_of_standard_output_is_the_run_folder(
-    place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_last_line_of_standard_output_is_the_run_folder(place, capfd, monkeypatch) -> None:
     monkeypatch.setattr(workbook, "NOTEBOOKS", place / "nb")
     monkeypatch.chdir(place)
     write_notebook(place / "nb" / "n.ipynb", ["# T", "print('not on our output')"])
@@ -639,10 +621,7 @@ def test_headless_subcommands_need_no_notebook_tools() -> None:
         "parser_of(SUBCOMMANDS, '', ['train', 'evaluate', 'infer', 'record'])\n"
         f"print([m for m in {heavy} if m in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=REPOSITORY
-    )
-    assert done.stdout.strip() == "[]"
+    assert run_python(program, cwd=REPOSITORY).strip() == "[]"
 
 
 def test_doctor_reports_parts_and_costs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -675,9 +654,7 @@ def test_doctor_reports_parts_and_costs(capsys: pytest.CaptureFixture[str]) -> N
         (["no", "text"], []),
     ],
 )
-def test_the_next_command_has_the_options_of_the_run(
-    tmp_path: Path, command: Any, options: list[str]
-) -> None:
+def test_the_next_command_has_the_options_of_the_run(tmp_path, command, options) -> None:
     run = tmp_path / "run"
     run.mkdir()
     assert typed_options(run) == []
