@@ -429,11 +429,11 @@ def test_what_differed_names_the_part_that_grew(disturbed: Profile) -> None:
 def test_the_profilers_own_start_and_stop_are_left_out(tmp_path: Path) -> None:
     of_profiler = "torch/profiler/profiler.py(705): "
     events = [
-        gpu_trace._span("python_function", "run.py(1): main", 0, 1000),
-        gpu_trace._span("python_function", f"{of_profiler}start", 5, 800),
-        gpu_trace._span("cpu_op", "aten::mm", 820, 860),
-        gpu_trace._span("python_function", f"{of_profiler}step", 865, 870),
-        gpu_trace._span("python_function", f"{of_profiler}stop", 900, 990),
+        gpu_trace.span("python_function", "run.py(1): main", 0, 1000),
+        gpu_trace.span("python_function", f"{of_profiler}start", 5, 800),
+        gpu_trace.span("cpu_op", "aten::mm", 820, 860),
+        gpu_trace.span("python_function", f"{of_profiler}step", 865, 870),
+        gpu_trace.span("python_function", f"{of_profiler}stop", 900, 990),
     ]
     read = read_trace(gpu_trace.write(tmp_path / "trace.json", events))
     assert recorded(read) == (800_000, 900_000)

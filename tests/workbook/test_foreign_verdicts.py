@@ -350,14 +350,14 @@ def test_the_largest_range_without_operators_has_its_own_share(tmp_path: Path) -
 
 def test_the_caller_of_several_functions_is_named(tmp_path: Path) -> None:
     def frame(name: str, start: float, end: float) -> Any:
-        return gpu_trace._span("python_function", f"{name}(1): {name[0]}", start, end)
+        return gpu_trace.span("python_function", f"{name}(1): {name[0]}", start, end)
 
     events = [frame("run.py", 0, 1000), frame("p.py", 10, 900)]
     events += [
         frame(f"{name}.py", at, at + 290) for name, at in (("a", 11), ("b", 301), ("c", 591))
     ]
-    events.append(gpu_trace._span("cuda_runtime", LAUNCH, 905, 910, correlation=1))
-    events.append(gpu_trace._on_gpu("kernel", "gemm", 910, 990, 7, correlation=1))
+    events.append(gpu_trace.span("cuda_runtime", LAUNCH, 905, 910, correlation=1))
+    events.append(gpu_trace.on_gpu("kernel", "gemm", 910, 990, 7, correlation=1))
     assert "most while the host is in `p` (`p.py:1`)" in report(tmp_path, events).headline
 
 
