@@ -12,7 +12,9 @@ from collections.abc import Callable
 
 _CODE = re.compile(r"(?<![`\\])`[^`\n]+`(?!`)")
 _HTML = r"<(?=[A-Za-z/!?])"
-_LINK = r"\](?=[(\[:])"
+_LINK = r"\](?=[(\[:])|(?<=[A-Za-z]):(?=//)|(?<=www)\."
+"""Links, and addresses that become such: they would take a backtick behind them for their own."""
+
 _MARKUP = re.compile(
     rf"[\\`*$]|{_HTML}|{_LINK}|&(?=[#A-Za-z])|~(?=~)|(?<=~)~|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])"
 )
