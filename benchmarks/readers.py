@@ -111,10 +111,10 @@ def main() -> None:
             for name, command in readers.items():
                 rounds[name].append(measured(command))
                 print(name, rounds[name][-1], flush=True)
-    own = [one["seconds"] for one in rounds["dlrm inspect"]]
+    ours_s = [one["seconds"] for one in rounds["dlrm inspect"]]
     rows = []
     for name, runs in rounds.items():
-        ratios = [one["seconds"] / ours for one, ours in zip(runs, own, strict=True)]
+        ratios = [one["seconds"] / ours for one, ours in zip(runs, ours_s, strict=True)]
         rows.append(
             {
                 "reader": name,

@@ -182,12 +182,12 @@ def recorded(profile: Profile) -> tuple[int, int]:
     trace = profile.trace
     begin, end = extent(trace)
     is_own = profile.which("name", lambda name: bool(OF_PROFILER.search(name)))
-    own = trace[is_own[trace["context"]]]
+    profiling = trace[is_own[trace["context"]]]
     work = trace[profile.of_kind("operator", "kernel", "copy")[trace["context"]]]
     if len(work):
         first, last = extent(work)
-        begin = max([begin, *own.loc[own["end_ns"].le(first), "end_ns"]])
-        end = min([end, *own.loc[own["start_ns"].ge(last), "start_ns"]])
+        begin = max([begin, *profiling.loc[profiling["end_ns"].le(first), "end_ns"]])
+        end = min([end, *profiling.loc[profiling["start_ns"].ge(last), "start_ns"]])
     return begin, end
 
 

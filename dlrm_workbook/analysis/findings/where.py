@@ -173,6 +173,12 @@ def outermost_row(parent: np.ndarray, row: np.ndarray) -> np.ndarray:
         outermost = np.where(above >= 0, above, outermost)
 
 
+def _time_of_contexts(profile: Profile, context: Any, ms: Any) -> np.ndarray:
+    """Time (contexts,) of pieces, see :func:`time_by_name`."""
+    at, time = np.asarray(context), np.asarray(ms, dtype=float)
+    return np.bincount(at[at >= 0], time[at >= 0], len(profile.contexts))
+
+
 def time_by_name(profile: Profile, context: Any, ms: Any) -> dict[str, pd.Series]:
     """Time by name on each of ``PLACE_LEVELS``, ms, most first; what has no name there is left out.
 
@@ -180,8 +186,7 @@ def time_by_name(profile: Profile, context: Any, ms: Any) -> dict[str, pd.Series
         context: (m,) contexts of pieces of time, -1 for none.
         ms: (m,) their time.
     """
-    at, time = np.asarray(context), np.asarray(ms, dtype=float)
-    time_of_context = np.bincount(at[at >= 0], time[at >= 0], len(profile.contexts))
+    time_of_context = _time_of_contexts(profile, context, ms)
     names = profile.contexts["name"].to_numpy()
     times = {}
     for level, row in levels(profile).items():
@@ -204,12 +209,10 @@ def main_place(profile: Profile, context: Any, ms: Any) -> tuple[str, float]:
     held = every[every > 0.5 * float(np.sum(ms))]
     if len(held):
         return shown(str(held.idxmin())), float(held.min())
-    at, time = np.asarray(context), np.asarray(ms, dtype=float)
-    own = np.bincount(at[at >= 0], time[at >= 0], len(profile.contexts))
     parent = profile.contexts["parent"].to_numpy()
-    whole = inclusive_from_exclusive(parent, own)
+    whole = inclusive_from_exclusive(parent, _time_of_contexts(profile, context, ms))
     calls = profile.of_kind("python") & ~profile.which("name", lambda n: bool(OF_TORCH.match(n)))
-    rows = np.flatnonzero(calls & (whole > 0.5 * time.sum()))
+    rows = np.flatnonzero(calls & (whole > 0.5 * float(np.sum(ms))))
     if not len(rows):
         return "", 0.0
     row = rows[np.lexsort((-depths(parent)[rows], whole[rows]))[0]]

@@ -399,9 +399,9 @@ class EventStream:
     def _next(self, skipped: re.Pattern[bytes] = _BLANK) -> bytes:
         """The byte that follows blanks (and commas, or a colon), which are behind us then; none at
         the end."""
-        found = self._peek(skipped)
+        following = self._peek(skipped)
         self._at = skipped.match(self._data, self._at).end()  # type: ignore[union-attr]
-        return found
+        return following
 
     def _peek(self, skipped: re.Pattern[bytes] = _BLANK) -> bytes:
         """The same byte, with the blanks still ahead."""
