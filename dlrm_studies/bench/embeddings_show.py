@@ -137,15 +137,17 @@ def sentences(document: Mapping[str, Any]) -> Text:
     for case in document["cases"]:
         where = f"{case['meaning']}, {counted(case['threads'], 'thread')}"
         if share := case.get("share_of_row_accesses"):
-            paces.append(f"{percent(share['total_ms']['median'])} in {case['case']}")
+            words = f"{case['case']}, {counted(case['threads'], 'thread')}"
+            paces.append((share["total_ms"]["median"], words))
         if case.get("agree") is False:
             lines.append(f"- **{where}: not all contestants computed the same.**")
         for name, why in (case.get("failures") or {}).items():
             lines.append(f"- {where}: {back_end_label(name)} did not run: {in_markdown(why)}.")
     if paces:
+        (least, worst), (most, best) = min(paces), max(paces)
         lines.append(
             "- No back end can exceed the pace of bare accesses to the same rows by much; ours "
-            f"reaches {', '.join(paces)}."
+            f"reaches {percent(least)} ({worst}) to {percent(most)} of it ({best})."
         )
     measured = f"- Measured on {document['date']}, {document['machine'].get('cpu', '')}, with:"
     return Text(

@@ -105,11 +105,10 @@ def _case_verdict(document: Document, case: Mapping[str, Any]) -> str:
         return f"**{where}**: nothing to compare."
     intervals = case["ratios"][name]
     sure = intervals["step_ms"]["confidence"]
-    step, whole = (gain_text(intervals[figure]) for figure in FIGURE_NAMES)
+    whole = gain_text(intervals["end_to_end_ms"], contestant_label(case["against"]))
     return (
-        f"**{where}: {contestant_label(name)} is {whole} than "
-        f"{contestant_label(case['against'])} end to end**, data included, "
-        f"and {step} per step ({certainty(intervals['step_ms'])}"
+        f"**{where}: {contestant_label(name)} is {whole} end to end**, data included, and "
+        f"{gain_text(intervals['step_ms'])} per step ({certainty(intervals['step_ms'])}"
         f"{'' if sure >= 0.95 else '; six rounds or more give 95%'})."
     )
 
@@ -132,7 +131,7 @@ def _others_verdict(document: Document, cases: Sequence[Mapping[str, Any]]) -> s
 def _cautions(document: Document) -> list[str]:
     """What the machine did not give while each case was measured."""
     return [
-        f"**{_place(case)}:** {sentence}."
+        f"{sentence} ({_place(case)})."
         for case in analyse.judged(document, "shape")
         if case.get("bare")
         for sentence in cautions(case["bare"])

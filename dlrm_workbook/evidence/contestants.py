@@ -32,7 +32,7 @@ from dlrm_core.interactions import CatInteraction, DotInteraction
 from dlrm_workbook.ground.intervals import Interval, median_interval
 from dlrm_workbook.ground.processes import ALLOCATOR, python_module, run_child
 from dlrm_workbook.ground.turns import rotated, round_ratios, take_turns
-from dlrm_workbook.ground.units import faster
+from dlrm_workbook.ground.units import faster, from_to, ratio
 
 PEER = "facebook"
 """Name of facebookresearch/dlrm as a contestant."""
@@ -379,7 +379,7 @@ def describe(case: Mapping[str, Any]) -> str:
     for name, ratios in case["ratios"].items():
         step, whole = ratios["step_ms"], ratios["end_to_end_ms"]
         lines.append(
-            f"{name} is {gain_text(whole)} than {case['against']} end to end and "
+            f"{name} is {gain_text(whole, case['against'])} end to end and "
             f"{gain_text(step)} per step; {certainty(step)}"
         )
     lines.append(_same_training(case))
@@ -411,8 +411,10 @@ def difference_text(value: float | None) -> str:
     return f"{value:.1e}" if value else "0"
 
 
-def gain_text(ratio: Mapping[str, float]) -> str:
-    """A ratio in words: ``2.10x faster (1.95x to 2.24x)``; one round has no range."""
-    if ratio["rounds"] == 1:
-        return faster(ratio["mid"], math.nan, math.nan)
-    return faster(ratio["mid"], ratio["low"], ratio["high"])
+def gain_text(measured: Mapping[str, float], against: str = "") -> str:
+    """A ratio in words: ``2.10x faster (1.95x to 2.24x) than torch``, ``not shown to differ from
+    torch (0.97x to 1.08x)``; one round has no range."""
+    low, high = (math.nan if measured["rounds"] == 1 else measured[end] for end in ("low", "high"))
+    if low < 1 < high:
+        return f"not shown to differ{against and f' from {against}'} ({from_to(low, high, ratio)})"
+    return faster(measured["mid"], low, high) + (against and f" than {against}")

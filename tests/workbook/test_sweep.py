@@ -196,6 +196,25 @@ def test_a_page_says_which_part_is_largest_at_how_many_points() -> None:
     assert bars.data[0].marker.color[1].startswith("rgba")
 
 
+def test_laws_are_fitted_to_reliable_points_only(tmp_path: Path) -> None:
+    grid = {"training.batch_size": [8, 16, 32, 64]}
+    sweep = Sweep.begin(tmp_path, parameters(grid), ["train"], {}, "dlrm run train -f small.yaml")
+
+    def train(of: Parameters, place: Path) -> dict[str, Path]:
+        size = of.training.batch_size
+        times = 4 * ([10.0, 300.0, 40.0, 500.0] if size == 32 else [float(size)] * 4)
+        place.mkdir(parents=True)
+        result = {"ms_per_iteration": max(times), "iteration_ms": times}
+        (place / "result.json").write_text(json.dumps(result))
+        return {"train": place}
+
+    assert sweep.run(train) == 0
+    found = SweepSummary(tmp_path)
+    assert found.points["quality"].tolist() == ["green", "green", "red", "green"]
+    (curve,) = found.curves["training.batch_size"]
+    assert curve.x.tolist() == [8, 16, 64] and curve.law.slope == pytest.approx(1, abs=0.01)
+
+
 def test_two_processes_do_not_run_one_sweep(tmp_path: Path) -> None:
     sweep = begin(tmp_path)
     with (tmp_path / ".lock").open("w") as file:

@@ -41,8 +41,7 @@ class SweepSummary:
         quality: ``level`` and ``sentence`` of all points together, see
             :func:`~.analysis.quality.quality_of_runs`; empty without times.
         times: time of each part at each point, see :func:`~.analysis.ensemble.part_table`.
-        settings: what differs between the points.
-        curves: leaf to fitted laws of the parts; laws: the same as a table.
+        curves: leaf to laws of the parts, fitted to reliable points; laws: the same as a table.
         findings: index the rule, a column a point (its number), share of the step or NaN.
     """
 
@@ -72,9 +71,9 @@ class SweepSummary:
         self.times = part_table(self.profiles) if self.profiles else _whole_times(trained)
         sections = {point.label: point.parameters.to_sections() for point in self.sweep.points}
         self.times.attrs["quality"] = levels
-        measured = list(dict.fromkeys(self.times["run"]))
-        self.settings = settings_table({label: sections[label] for label in measured})
-        self.curves = fitted_curves(self.times, self.settings)
+        reliable = self.times[self.times["run"].map(levels).ne("red")]
+        settings = settings_table({label: sections[label] for label in reliable["run"].unique()})
+        self.curves = fitted_curves(reliable, settings)
         self.laws = law_table(self.curves)
         numbers = dict(zip(self.points["label"], self.points["number"], strict=True))
         columns = {
