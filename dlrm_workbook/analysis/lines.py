@@ -181,8 +181,8 @@ def known_moments(profile: Profile) -> dict[str, Any] | None:
     sampled = profile.meta.get("lines")
     if sampled and profile.device != "cuda":
         return dict(sampled)
-    of_contexts = _of_contexts(profile, sampled or {})
-    return of_contexts or (dict(sampled) if sampled else None)
+    name = f"moments, {'some' if sampled else 'none'} sampled"
+    return profile.once(name, lambda: _of_contexts(profile, sampled or {}) or sampled or {}) or None
 
 
 def _of_contexts(profile: Profile, sampled: dict[str, Any]) -> dict[str, Any] | None:

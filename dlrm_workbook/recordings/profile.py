@@ -145,7 +145,7 @@ def matching(column: pd.Series, matches: Callable[[str], bool]) -> Bools:
     return np.array([matches(name) for name in names], dtype=bool)[code]
 
 
-_Table = TypeVar("_Table", pd.DataFrame, np.ndarray)
+_Table = TypeVar("_Table", pd.DataFrame, np.ndarray, dict[str, Any])
 _Arguments = ParamSpec("_Arguments")
 
 
