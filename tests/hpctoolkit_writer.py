@@ -90,11 +90,7 @@ def write_database(
 
 
 def _propagate(
-    parents: np.ndarray,
-    calls: np.ndarray,
-    levels: list[np.ndarray],
-    whole: np.ndarray,
-    scopes: Any,
+    parents: np.ndarray, calls: np.ndarray, levels: list[np.ndarray], whole: np.ndarray, scopes: Any
 ) -> np.ndarray:
     """(metrics * scopes, contexts) values from point values (metrics, contexts)."""
     execution, function = whole.copy(), whole.copy() if "function" in scopes else None
@@ -202,8 +198,7 @@ def _write_profiles(
         file.write(b"_prof.db")
         infos.data += b"".join(record + bytes(padding) for record in records)
         pairs = struct.pack(
-            "<QQQQ",
-            *(len(infos.data), infos.start, len(identities.data), identities.start),
+            "<QQQQ", *(len(infos.data), infos.start, len(identities.data), identities.start)
         )
         file.seek(0)
         file.write(b"HPCTOOLKITprof" + head + pairs)

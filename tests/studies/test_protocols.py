@@ -13,12 +13,7 @@ from dlrm_core.config import parameters_from_sections
 from dlrm_studies.bench.analyse import times
 from dlrm_studies.bench.show import best_speeds
 from dlrm_studies.protocols import show as protocols
-from dlrm_studies.protocols.measure import (
-    INFERENCE,
-    TRAINING,
-    measured_or_read,
-    throughput,
-)
+from dlrm_studies.protocols.measure import INFERENCE, TRAINING, measured_or_read, throughput
 from dlrm_studies.published import published_runs
 from dlrm_studies.stability.measure import Series, measure_stability, trained_or_read
 from dlrm_workbook.cli import main

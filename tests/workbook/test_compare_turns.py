@@ -24,10 +24,7 @@ from dlrm_workbook.trials.compare.analyse import (
     round_table,
 )
 from dlrm_workbook.trials.compare.comparison import Comparison
-from dlrm_workbook.trials.compare.measure import (
-    TimedRun,
-    run_in_turns,
-)
+from dlrm_workbook.trials.compare.measure import TimedRun, run_in_turns
 
 # ---- changes --------------------------------------------------------------------
 
@@ -136,9 +133,7 @@ def test_only_the_changed_part_is_told() -> None:
     assert set(one["verdict"]) == {"not known"}, "one round has no scatter to judge by"
 
 
-@given(
-    st.lists(st.tuples(*[st.floats(0.1, 1e3)] * 6), min_size=1, max_size=7),
-)
+@given(st.lists(st.tuples(*[st.floats(0.1, 1e3)] * 6), min_size=1, max_size=7))
 def test_parts_add_up_to_the_pair_of_times_whose_ratio_is_the_speedup(rounds) -> None:
     names = ["round", "setting", "component", "phase", "time_ms"]
     rows: list[tuple[int, str, str, str, float]] = []

@@ -20,9 +20,7 @@ from dlrm_workbook.analysis import training as runs
 from dlrm_workbook.cli import main
 from dlrm_workbook.datasets.best_auc import teacher_auc
 from dlrm_workbook.evidence.latency import pool_of, warm_up_steps
-from dlrm_workbook.show import (
-    train as training_figures,
-)
+from dlrm_workbook.show import train as training_figures
 from dlrm_workbook.show.tables import TextTable, show
 
 CPU = torch.device("cpu")
@@ -154,7 +152,7 @@ def test_precisions_agree_in_auc():
                 lr_decay_steps=500,
                 auc_target=1.0,
                 eval_batches=64,
-            ),
+            )
         ).auc
         for precision in ("fp32", "bf16", "fp16")
     }
@@ -162,10 +160,7 @@ def test_precisions_agree_in_auc():
     assert max(aucs.values()) - min(aucs.values()) < 0.001, aucs
 
 
-@given(
-    batches=st.integers(1, 500),
-    max_steps=st.none() | st.integers(1, 500),
-)
+@given(batches=st.integers(1, 500), max_steps=st.none() | st.integers(1, 500))
 def test_length_of_a_run(batches, max_steps):
     chosen = teacher(batches=batches, max_steps=max_steps)
     assert Trainer(chosen).total == min(batches, max_steps or batches)
