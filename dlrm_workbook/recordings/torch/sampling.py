@@ -3,9 +3,11 @@
 Every few milliseconds the stack of the watched thread is read. That costs it two changes of the
 interpreter's lock each time and nothing at its calls, so a loop of many small calls is not
 slowed down more than others, as it is by a hook at every call. A loop that never lets go of the
-lock is asked to after the interpreter's switch interval, which is short meanwhile: the lock is let
-go of where an operator is called, and the longer it is waited for, the more samples fall there.
-Samples are not quite evenly spaced: each stands for the time around it.
+lock is asked to after the interpreter's switch interval, which is short meanwhile, and waited for
+without the slack that Linux gives timers: the lock is let go of where an operator is called, and
+the longer it is waited for, the more samples fall there (of rows that are taken from a table and
+made tensors the taking had 4 % of the samples and 45 % of the time). Samples are not quite evenly
+spaced: each stands for the time around it.
 
 Needs Python alone: programs that are measured have what they have.
 """
@@ -13,6 +15,7 @@ Needs Python alone: programs that are measured have what they have.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import inspect
 import linecache
@@ -31,8 +34,11 @@ INTERVALS_S = (0.0005, 0.002)
 MOST_SHARE = 0.05
 """Share of the time that sampling may compute: samples of many threads are taken less often."""
 
-SWITCH_S = 5e-5
+SWITCH_S = 1e-5
 """Seconds after which a thread that computes is asked for the interpreter's lock."""
+
+_SET_TIMER_SLACK = 29
+"""``PR_SET_TIMERSLACK`` of linux/prctl.h: nanoseconds by which a thread may be woken late."""
 
 SAMPLES = 100
 """Wanted in an iteration, within those limits."""
@@ -92,6 +98,26 @@ def sources(codes: Iterable[CodeType]) -> list[tuple[str, int, str]]:
     return [(*key, text) for key, text in texts.items()]
 
 
+class _Soon(contextlib.ContextDecorator):
+    """Python's lock soon after a thread asks for it, as long as anyone wants that."""
+
+    def __init__(self) -> None:
+        self._wanted, self._usual_s = 0, 0.0
+
+    def __enter__(self) -> None:
+        if not self._wanted:
+            self._usual_s = sys.getswitchinterval()
+            sys.setswitchinterval(min(self._usual_s, SWITCH_S))
+        self._wanted += 1
+
+    def __exit__(self, *error: object) -> None:
+        self._wanted -= 1
+        if not self._wanted:
+            sys.setswitchinterval(self._usual_s)
+
+
+SOON = _Soon()
+
 Stack = tuple[int, ...]
 """Innermost first, two numbers a frame: the ``id`` of what is run, and the place in its
 instructions. Code itself is slow to hash, and its lines are slow to look up, for long functions a
@@ -120,14 +146,13 @@ class StackSampler:
         self._thread = threading.Thread(target=self._run, name="dlrm stack sampler", daemon=True)
 
     def start(self) -> None:
-        self._usual_s = sys.getswitchinterval()
-        sys.setswitchinterval(min(self._usual_s, SWITCH_S))
+        SOON.__enter__()
         self._thread.start()
 
     def stop(self) -> None:
         self._over.set()
         self._thread.join()
-        sys.setswitchinterval(self._usual_s)
+        SOON.__exit__()
         for _, file in self._threads.values():
             if file is not None:
                 os.close(file)
@@ -170,6 +195,8 @@ class StackSampler:
 
     def _run(self) -> None:
         cost_s = 0.0
+        with contextlib.suppress(AttributeError):  # Linux has it; 50 microseconds are usual
+            ctypes.CDLL(None).prctl(_SET_TIMER_SLACK, 1)
         while not self._over.wait(max(self.interval_s, cost_s / MOST_SHARE)):
             began = time.thread_time()
             frames = sys._current_frames()

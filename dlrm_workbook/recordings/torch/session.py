@@ -56,7 +56,7 @@ from dlrm_workbook.ground.processes import without_collection
 from dlrm_workbook.recordings.torch import RECORDED_PASS, RECORDING_VERSION, UNKNOWN_MODEL
 from dlrm_workbook.recordings.torch.counting import LineCounter
 from dlrm_workbook.recordings.torch.modules import ModuleRanges
-from dlrm_workbook.recordings.torch.sampling import StackSampler, sources
+from dlrm_workbook.recordings.torch.sampling import SOON, StackSampler, sources
 from dlrm_workbook.recordings.torch.seen_model import SeenModel
 from dlrm_workbook.recordings.torch.workers import WorkerSamples
 
@@ -213,18 +213,6 @@ class Detail:
 USUAL_DETAIL = Detail()
 
 
-@contextlib.contextmanager
-def soon() -> Iterator[None]:
-    """Python's lock soon after this thread asks for it: where another thread of the program keeps
-    it, each of the thousands of pieces in which a trace is written would wait 5 ms for it."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
-
-
 class Session:
     """Some iterations of a loop, recorded in a new folder.
 
@@ -319,7 +307,7 @@ class Session:
         self._begin_phase()
         return self
 
-    @soon()
+    @SOON
     def __exit__(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
         """Write the folder; after an error there is none. An InputError says that the loop ended
         before an iteration was recorded, or that its iterations are too short to be measured."""
@@ -382,7 +370,7 @@ class Session:
 
     # ---- phases ---------------------------------------------------------------------
 
-    @soon()
+    @SOON
     def _begin_phase(self) -> None:
         """Begin the first phase that has iterations to come; none where all are done."""
         left = (each for each in self._phases.values() if len(each.times_ms) < each.iterations)
@@ -412,7 +400,7 @@ class Session:
         if phase.counted:
             self._counter.start(sys._getframe())
 
-    @soon()
+    @SOON
     def _end_phase(self) -> None:
         """Note how long a phase took, whole or cut short; end the profiler after its own."""
         phase = self._phase
