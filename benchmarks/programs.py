@@ -45,6 +45,7 @@ HALVES = (
     "cloaked",
     "masked",
     "shrouded",
+    "mantled",
 )
 TIMED, COPIES = 30, 2
 """Iterations of a turn (faults that come now and then have periods that divide it), and processes
