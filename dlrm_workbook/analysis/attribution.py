@@ -23,13 +23,7 @@ import pandas as pd
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.parts import COMPONENTS, ITERATION_SPAN, PHASES
-from dlrm_workbook.analysis.context_tree import (
-    context_at,
-    distinct,
-    edges,
-    extent,
-    running,
-)
+from dlrm_workbook.analysis.context_tree import context_at, distinct, edges, extent, running
 from dlrm_workbook.analysis.steady import SteadyState, listed, steady_state
 from dlrm_workbook.ground.arrays import Bools, Floats, Ints
 from dlrm_workbook.ground.units import milliseconds

@@ -88,11 +88,7 @@ def test_pc_sampling_figures() -> None:
     assert derived["occupancy_percent"] == 12.5
     assert derived["copy_gb_per_s"] == "not measured: no values of GXCOPY (sec)"
     kernel = kernel_table(profile_from_database(database)).iloc[0]
-    assert (kernel["kernel"], kernel["launches"], kernel["registers"]) == (
-        "kernmain()",
-        100,
-        32,
-    )
+    assert (kernel["kernel"], kernel["launches"], kernel["registers"]) == ("kernmain()", 100, 32)
     assert kernel["time_ms"] == pytest.approx(19.386251)
     text = database_summary(database)
     assert "kernmain()" in text and "HPCToolkit lists it but does not collect it" in text

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from dlrm_workbook.recordings.measure import measure
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.lines import mark_of, read_lines
+from dlrm_workbook.recordings.torch.sampling import SOON, SWITCH_S, StackSampler
 from dlrm_workbook.recordings.torch.seen_operators import _within_function
 from dlrm_workbook.samples import sample_profile
 from tests.databases import folder_of
@@ -381,3 +383,11 @@ def test_any_text_is_parsed_or_refused(text: str) -> None:
         return
     step = source.step(5, None, set())
     assert not step.batch & step.model
+
+
+def test_pythons_lock_stays_near_until_the_sampler_ends() -> None:
+    usual, sampler = sys.getswitchinterval(), StackSampler(threading.get_ident())
+    SOON(sampler.start)()  # as a phase of a session begins, and ends
+    between = sys.getswitchinterval()
+    SOON(sampler.stop)()
+    assert between == pytest.approx(SWITCH_S) and usual == sys.getswitchinterval() > SWITCH_S

@@ -200,11 +200,7 @@ def test_ranges_of_a_part_add_up_and_the_rest_is_other() -> None:
         ("dlrm::iteration", 0, 9_000_000),
     ]
     times = part_times(rows, 9_000_000, HALVES["dense"])
-    assert times == {
-        ("top_mlp", "forward"): 3.0,
-        ("optimizer", "update"): 0.5,
-        ("other", ""): 4.5,
-    }
+    assert times == {("top_mlp", "forward"): 3.0, ("optimizer", "update"): 0.5, ("other", ""): 4.5}
 
 
 class Counted:

@@ -124,10 +124,7 @@ def test_what_a_child_says_of_its_stage_is_passed_on(tmp_path: Path) -> None:
     run_child(command, stage="recording", progress=note)
     said = [(each.stage, each.iteration, each.of, each.detail) for each in seen]
     told = list(dict.fromkeys(said))
-    assert told[-2:] == [
-        ("timing alternatives", 7, 24, "backend=fused"),
-        ("recording", 2, 9, ""),
-    ]
+    assert told[-2:] == [("timing alternatives", 7, 24, "backend=fused"), ("recording", 2, 9, "")]
 
 
 def test_the_sentence_about_a_failure(tmp_path: Path) -> None:

@@ -263,11 +263,7 @@ def test_collectives_that_differ_are_not_matched(tmp_path: Path) -> None:
 def test_waiting_is_what_was_planted(tmp_path_factory, work, transfer, clocks) -> None:
     folder = tmp_path_factory.mktemp("fleet")
     ranks = fleet(
-        folder,
-        work,
-        transfer_us=transfer,
-        clock_us=dict(enumerate(clocks)),
-        kinds=(ALL_REDUCE,),
+        folder, work, transfer_us=transfer, clock_us=dict(enumerate(clocks)), kinds=(ALL_REDUCE,)
     )
     table = traces.collectives(ranks)
     assert len(table) == 5 and table["transfer_us"].tolist() == pytest.approx([transfer] * 5)

@@ -292,10 +292,7 @@ def test_streams_that_run_at_once_are_one_of_the_times() -> None:
     assert tree.loc[tree["parent"] == "", "value_ms"].sum() == pytest.approx(60)
 
 
-@given(
-    times=st.lists(st.floats(0.01, 1e3), min_size=1, max_size=30),
-    data=st.data(),
-)
+@given(times=st.lists(st.floats(0.01, 1e3), min_size=1, max_size=30), data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_a_call_tree_adds_up_to_the_step_without_what_lies_outside(times, data) -> None:
     count = len(times)

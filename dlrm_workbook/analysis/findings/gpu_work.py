@@ -12,12 +12,7 @@ import pandas as pd
 from dlrm_workbook.analysis.attribution import PART, iteration_count
 from dlrm_workbook.analysis.device_counters import limit_by_counters
 from dlrm_workbook.analysis.devices import device_of
-from dlrm_workbook.analysis.findings.evidence import (
-    MOST_LISTED,
-    Evidence,
-    by_kernel,
-    listed_times,
-)
+from dlrm_workbook.analysis.findings.evidence import MOST_LISTED, Evidence, by_kernel, listed_times
 from dlrm_workbook.analysis.findings.finding import (
     LEAST_SHARE,
     Causes,

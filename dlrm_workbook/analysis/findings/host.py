@@ -230,13 +230,7 @@ def other_processes(evidence: Evidence, ledger: Causes) -> Measured | None:
         lost = queued
     if cores < BUSY_CORES or (lost < LEAST_SHARE and cores < GREEDY_CORES):
         return None
-    return {
-        "share": lost,
-        "least": 0.0,
-        "explains": None,
-        "busy": cores,
-        **_without_core(evidence),
-    }
+    return {"share": lost, "least": 0.0, "explains": None, "busy": cores, **_without_core(evidence)}
 
 
 @rule(

@@ -18,12 +18,7 @@ import pandas as pd
 from dlrm_core.parts import COMPONENTS, SPAN_PREFIX, part_label
 from dlrm_workbook.ground.marks import GROUP_PREFIX
 from dlrm_workbook.ground.units import milliseconds
-from dlrm_workbook.recordings.profile import (
-    Profile,
-    depths,
-    inclusive_from_exclusive,
-    nearest,
-)
+from dlrm_workbook.recordings.profile import Profile, depths, inclusive_from_exclusive, nearest
 from dlrm_workbook.recordings.torch.steps import STEP_LABEL
 
 OWN_RANGES = re.compile(
