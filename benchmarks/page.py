@@ -248,7 +248,7 @@ def programs() -> str:
     return table("half, program, fault, right, share said, by stopwatch", rows)
 
 
-FIRST_RUNS = ("veiled", "shaded", "hooded", "cloaked")
+FIRST_RUNS = ("veiled", "shaded", "hooded", "cloaked", "mantled")
 """Sets of programs of which the results are those of their first runs."""
 
 
@@ -469,8 +469,9 @@ def sections() -> Iterable[tuple[str, str, str]]:
         "trials. *Right*: the fault's line, or the code to write, comes first; of a program "
         "without a fault, no bottleneck is said. The rules were made with `opened` in sight, and "
         "then changed for what the first runs of the others had missed. Rows of `veiled`, "
-        "`shaded`, `hooded` and `cloaked` are their first runs, of programs that the rules had not "
-        "seen (of `cloaked` the second, with the same rules: beside the first one other work ran): "
+        "`shaded`, `hooded`, `cloaked` and `mantled` are their first runs, of programs that the "
+        "rules had not seen (of `cloaked` the second, with the same rules: beside the first one "
+        "other work ran): "
         + ", ".join(_right("programs.json", half) for half in FIRST_RUNS)
         + " faults, "
         + ", ".join(_right("programs.json", half, with_fault=False) for half in FIRST_RUNS)
