@@ -136,7 +136,7 @@ SUFFIXES = {
 
 
 def show(
-    frame: pd.DataFrame,
+    frame: pd.DataFrame | None,
     columns: str | Columns | None = None,
     *,
     most: int = FIRST,
@@ -144,7 +144,7 @@ def show(
     whole: Path | None = None,
     caption: str = "",
 ) -> TextTable | Text:
-    """The frame as a table; in its place ``instead`` or the reason, if it has no rows.
+    """The frame as a table; in its place ``instead`` or the reason, if there is none or no rows.
 
     Args:
         frame: its ``attrs["not_measured"]`` says why it is empty, ``attrs["unit"]`` the unit of
@@ -161,8 +161,9 @@ def show(
     Raises:
         InputError: ``whole`` cannot be written.
     """
-    if frame.empty:
-        return instead or (absent(_reason(frame)) if _reason(frame) else TextTable([]))
+    if frame is None or frame.empty:
+        reason = "" if frame is None else _reason(frame)
+        return instead or (absent(reason) if reason else TextTable([]))
     listed = TABLES[columns] if isinstance(columns, str) else columns
     chosen = _default_columns(frame) if listed is None else listed
     rows = frame.head(BESIDE if whole else KEPT)
@@ -758,6 +759,8 @@ def draw(figure: Callable[[Any], Any], frame: pd.DataFrame, instead: Text | None
     return figure(frame) if len(frame) else instead or absent(_reason(frame))
 
 
-def shown_if(there: object, draw: Callable[[Any], Any], data: Any, reason: str) -> Any:
-    """What ``draw`` makes of the data where it is there; else the reason in its place."""
-    return draw(data) if there and data is not None else Text(f"*{in_markdown(reason)}*")
+def shown_if(there: object, draw: Callable[[Any], Any], data: Any, reason: str = "") -> Any:
+    """What ``draw`` makes of the data where it is there; else the reason, if any, in its place."""
+    if there and data is not None:
+        return draw(data)
+    return Text(f"*{in_markdown(reason)}*" if reason else "")
