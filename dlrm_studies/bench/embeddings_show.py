@@ -144,10 +144,10 @@ def sentences(document: Mapping[str, Any]) -> Text:
         for name, why in (case.get("failures") or {}).items():
             lines.append(f"- {where}: {back_end_label(name)} did not run: {in_markdown(why)}.")
     if paces:
-        (least, worst), (most, best) = min(paces), max(paces)
+        ends = dict.fromkeys((min(paces), max(paces)))
         lines.append(
             "- No back end can exceed the pace of bare accesses to the same rows by much; ours "
-            f"reaches {percent(least)} ({worst}) to {percent(most)} of it ({best})."
+            f"reaches {' to '.join(f'{percent(pace)} ({where})' for pace, where in ends)} of it."
         )
     measured = f"- Measured on {document['date']}, {document['machine'].get('cpu', '')}, with:"
     return Text(

@@ -29,7 +29,7 @@ def flat_bars(view: pd.DataFrame, part: str) -> go.Figure:
     return table_bars(
         view[view["exclusive"] > 0].head(MOST_BARS),
         f"{metric} within {part_label(part, '')}",
-        f"{metric}, without callees",
+        f"{metric}, without callees{f' ({unit})' if unit else ''}",
         "exclusive",
         lambda row: function_name(row.name),
         text=lambda value: f"{digits(value)} {unit}",

@@ -100,6 +100,8 @@ def test_every_figure_is_introduced(name: str) -> None:
     for cell in notebook(name).cells:
         if cell.cell_type == "markdown":
             section = cell.source
+        elif {"headline", "quality"} & {*cell.metadata.get("tags", [])}:
+            continue
         elif "figures." in cell.source or "report.figure" in cell.source:
             assert len(section.split()) > 20, section
 
