@@ -209,9 +209,9 @@ def test_laws_are_fitted_to_reliable_points_only(tmp_path: Path) -> None:
         return {"train": place}
 
     assert sweep.run(train) == 0
-    found = SweepSummary(tmp_path)
-    assert found.points["quality"].tolist() == ["green", "green", "red", "green"]
-    (curve,) = found.curves["training.batch_size"]
+    summary = SweepSummary(tmp_path)
+    assert summary.points["quality"].tolist() == ["green", "green", "red", "green"]
+    (curve,) = summary.curves["training.batch_size"]
     assert curve.x.tolist() == [8, 16, 64] and curve.law.slope == pytest.approx(1, abs=0.01)
 
 
