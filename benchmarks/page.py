@@ -471,8 +471,8 @@ def sections() -> Iterable[tuple[str, str, str]]:
         "then changed for what the first runs of the others had missed. Rows of `veiled`, "
         "`shaded`, `hooded`, `cloaked` and `mantled` are their first runs, of programs that the "
         "rules had not seen (of `cloaked` the second, with the same rules: beside the first one "
-        "other work ran; of `mantled` three with half and six with all of a mend of the sampler that "
-        "two of the first eleven had asked for, four of them for the second time): "
+        "other work ran; of `mantled` three with half and six with all of a mend of the sampler "
+        "that two of the first eleven had asked for, four of them for the second time): "
         + ", ".join(_right("programs.json", half) for half in FIRST_RUNS)
         + " faults, "
         + ", ".join(_right("programs.json", half, with_fault=False) for half in FIRST_RUNS)
