@@ -147,10 +147,9 @@ def scaling_verdict(
     parameters: Parameters,
 ) -> Text:
     """Where scaling stops paying, what limits it there, and how sure that is."""
-    if record.link_probe.empty or record.compute_profile.empty or record.runs.empty:
-        checked = "Predictions were not checked here: no ranks were measured."
-    else:
-        checked = check_sentence(predicted_and_measured(record, parameters)).markdown
+    checked = "Predictions were not checked here: no ranks were measured."
+    if len(runs := predicted_and_measured(record, parameters)):
+        checked = check_sentence(runs).markdown
     paragraphs = [_strong_verdict(strong, network), _weak_verdict(weak), checked]
     return Text("\n\n".join(text for text in paragraphs if text))
 

@@ -66,23 +66,23 @@ SPOKEN = {"hpctoolkit": "HPCToolkit", "torch": "torch.profiler", "nsight": "Nsig
 # ---- two profilers on one run ----------------------------------------------------------
 
 
-def engines_side_by_side(profiles: Sequence[Profile]) -> pd.DataFrame:
+def engines_side_by_side(profile: Profile, beside: Profile | None) -> pd.DataFrame:
     """Mean time of each part by two recordings of the same run, and whether they agree.
 
     The row of the whole ``iteration`` comes first, then parts in the order of a step. GPU and host
     time of a part are added, over the steady iterations of each. ``attrs["sentence"]`` sums it up.
-    The profiles are two, named by their engines (``hpctoolkit``, ``torch``). An InputError says
-    that there are not two, or that one has no iterations.
+    Profiles are named by their engines (``hpctoolkit``, ``torch``). Empty, with the reason, where
+    nothing is beside it; an InputError says that one has no iterations.
     """
-    if len(profiles) != 2:
-        raise InputError(f"two recordings are laid side by side, not {len(profiles)}")
+    if beside is None:
+        return unmeasured([], "one profiler measured it (`profiling.engine: both` takes both)")
     named: dict[str, Profile] = {}
-    for profile in profiles:
-        name = str(profile.meta.get("engine", "profile"))
-        if profile.iterations.empty:
+    for each in (profile, beside):
+        name = str(each.meta.get("engine", "profile"))
+        if each.iterations.empty:
             raise InputError(f"the recording '{name}' has no iterations to compare")
-        named[name if name not in named else f"{name}_2"] = profile
-    estimates = {name: _estimate(profile) for name, profile in named.items()}
+        named[name if name not in named else f"{name}_2"] = each
+    estimates = {name: _estimate(each) for name, each in named.items()}
     first, second = estimates.values()
     index = first.index.union(second.index)
     table = pd.DataFrame(index=index)
@@ -90,7 +90,7 @@ def engines_side_by_side(profiles: Sequence[Profile]) -> pd.DataFrame:
         side = estimate.reindex(index)
         table[f"{name}_ms"], table[f"{name}_cost_ms"] = side["ms"], side["cost_ms"]
     a, b = (estimate.reindex(index).fillna(0.0) for estimate in (first, second))
-    one, other = (_plain_and_profiled(profile)[0] for profile in named.values())
+    one, other = (_plain_and_profiled(each)[0] for each in named.values())
     # two runs without profiler differed by this share; unknown where they were not timed
     apart = 2 * abs(one - other) / (one + other) if one + other > 0 else 0.0
     between = apart * (a["ms"] + b["ms"]) / 2

@@ -130,7 +130,10 @@ def largest_changes(tree: pd.DataFrame) -> pd.DataFrame:
     Own time, without callees: so that one cause is one row and not its callers as well. Nodes of
     one run only are ``new`` or ``gone``; a call of that part that the other run has under another
     caller is not. What a sampled run has no sample of is NaN: it may have run all the same.
+    A tree that is empty is given back, with its reason.
     """
+    if tree.empty:
+        return tree
     label = dict(zip(tree["id"], tree["label"], strict=True))
     above = dict(zip(tree["id"], tree["parent"], strict=True))
     table = tree.assign(change=(tree["self_after_ms"] - tree["self_before_ms"]).abs())

@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlrm_core.base.errors import InputError
+from dlrm_core.base.errors import InputError, MissingToolError
 from dlrm_core.base.files import read_json
 from dlrm_core.parts import COMPONENTS
 from dlrm_workbook.analysis.changes import change_text
 from dlrm_workbook.analysis.compare import part_estimates, step_estimate
+from dlrm_workbook.analysis.context_tree import unmeasured
 from dlrm_workbook.ground.intervals import CONFIDENCE, Interval, t_quantile
+from dlrm_workbook.recordings.hatchet_frames import thicket
 from dlrm_workbook.recordings.profile import Profile
 
 # ---- how time grows with a parameter: time = a + b x^c, with an interval for the exponent -----
@@ -288,6 +290,19 @@ def swept_runs(folder: Path, notebook: str) -> dict[str, Path]:
         for row in read_json(folder / SWEEP)["points"]
         if notebook in row["folders"]
     }
+
+
+def across_runs(frames: Mapping[str, Any]) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """``metadata`` and data frame of :func:`~.hatchet_frames.thicket`; both empty, with the reason,
+    where Thicket is not installed or one run is given."""
+    reason = "one run is no ensemble; give a sweep (`-p sweep_folder=FOLDER`) or `other_run`"
+    try:
+        if len(frames) > 1:
+            ensemble = thicket(frames)
+            return ensemble.metadata, ensemble.dataframe
+    except MissingToolError as error:
+        reason = str(error)
+    return unmeasured([], reason), unmeasured([], reason)
 
 
 def numeric_axes(settings: pd.DataFrame) -> list[str]:

@@ -10,23 +10,9 @@ from dlrm_workbook.ground.studies import study
 from dlrm_workbook.recordings.profile import Profile
 
 
-def other_gpus(profile: Profile) -> pd.DataFrame:
-    """The step on each of a few GPUs (``dlrm_studies.other_gpu.other_gpus``)."""
-    return _predicted("other_gpus", profile)
-
-
-def parts_held_against(before: Profile, after: Profile) -> pd.DataFrame:
-    """Parts predicted from one recording (``dlrm_studies.other_gpu.parts_held_against``)."""
-    return _predicted("parts_held_against", before, after)
-
-
-def held_against(before: Profile, after: Profile) -> pd.DataFrame:
-    """Kernels predicted from one recording (``dlrm_studies.other_gpu.held_against``)."""
-    return _predicted("held_against", before, after)
-
-
-def _predicted(question: str, *profiles: Profile) -> pd.DataFrame:
-    """What the study answers; an empty table with the reason where it is not installed."""
+def other_gpus(question: str, *profiles: Profile) -> pd.DataFrame:
+    """What a function of ``dlrm_studies.other_gpu`` answers: ``other_gpus`` of one profile,
+    ``parts_held_against`` or ``held_against`` of two. Empty, with the reason, without the study."""
     try:
         table: pd.DataFrame = getattr(study("other GPUs"), question)(*profiles)
     except MissingToolError as error:

@@ -217,11 +217,8 @@ def iteration_timeline(spans: pd.DataFrame, detail: pd.DataFrame | None = None) 
     return result
 
 
-def export_text(recording: Path | None) -> Text:
-    """How to open the timeline and the call tree in viewers of others; nothing of the sample,
-    which has no file."""
-    if recording is None:
-        return Text("")
+def export_text(recording: Path) -> Text:
+    """How to open the timeline and the call tree in viewers of others."""
     command = f"dlrm export {shlex.quote(str(recording))} --to"
     return Text(
         "Two viewers of others show every span, and the call tree. They read the file in the "

@@ -25,7 +25,7 @@ from dlrm_workbook.analysis.verdict import compare_command
 from dlrm_workbook.ground.units import at_most, faster, milliseconds, ratio
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch import RECORDED_PASS
-from dlrm_workbook.show.tables import MOST_BOUND, NO_GAIN, Text, listed
+from dlrm_workbook.show.tables import MOST_BOUND, NO_GAIN, Text
 from dlrm_workbook.show.theme import rows_of
 
 HOW = {
@@ -40,9 +40,7 @@ HOW = {
 
 
 def commands_text(lines: Sequence[str]) -> Text:
-    """Commands that measure what was not measured; nothing where nothing is left."""
-    if not lines:
-        return Text("")
+    """Commands that measure what was not measured."""
     what = "Run these commands to time what was not timed together:"
     return Text("\n".join([what, FENCE, *lines, FENCE]))
 
@@ -89,13 +87,6 @@ def recording_facts(profile: Profile) -> pd.DataFrame:
     return pd.DataFrame(
         [(name, str(value)) for name, value in words.items() if value], columns=["what", "value"]
     )
-
-
-def cautions_text(sentences: Sequence[str]) -> Text:
-    """What in a recording is not to be taken at its word; nothing where nothing is."""
-    if not sentences:
-        return Text("")
-    return Text(f"**Read with caution:**\n\n{listed(sentences)}")
 
 
 def passes(profile: Profile) -> pd.DataFrame:
@@ -290,8 +281,6 @@ def ceilings_frame(ceilings: Mapping[str, Any] | None) -> pd.DataFrame:
 def roofline_text(table: pd.DataFrame, doubts: Sequence[str] = ()) -> Text:
     """How fast this step could be on its machine, and where the most can be gained, of
     ``roofline`` and ``doubts`` in :mod:`dlrm_workbook.analysis.roofline`."""
-    if table.empty:
-        return Text("")
     step = least_step(table)
     unknown = ", ".join(part_label(component, phase) for component, phase in step["unknown"])
     if step["least_ms"] is None or not step["share"]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
@@ -162,7 +162,7 @@ def show(
         InputError: ``whole`` cannot be written.
     """
     if frame is None or frame.empty:
-        reason = "" if frame is None else _reason(frame)
+        reason = _reason(frame)
         return instead or (absent(reason) if reason else TextTable([]))
     listed = TABLES[columns] if isinstance(columns, str) else columns
     chosen = _default_columns(frame) if listed is None else listed
@@ -691,14 +691,17 @@ def table_bars(
 class Shown:
     """What a cell shows: outputs one below the other, each with the tags of its view.
 
-    What is None, or has nothing to show, is left out.
+    What is None, or has nothing to show, is left out, and no sentence stands there twice.
 
     Attributes:
         tagged: figures, tables and texts, each with the metadata of its output.
     """
 
     def __init__(self, outputs: Iterable[tuple[Any, dict[str, Any]]]) -> None:
-        self.tagged = [(output, tags) for output, tags in outputs if not _says_nothing(output)]
+        shown = [(output, tags) for output, tags in outputs if not _says_nothing(output)]
+        self.tagged = list(
+            {getattr(each[0], "markdown", id(each[0])): each for each in shown}.values()
+        )
 
     @property
     def outputs(self) -> list[Any]:
@@ -743,8 +746,8 @@ def listed(sentences: Iterable[str]) -> Text:
     return Text("\n".join(f"- {in_markdown(sentence)}" for sentence in sentences))
 
 
-def _reason(frame: pd.DataFrame) -> str:
-    return str(frame.attrs.get("not_measured", ""))
+def _reason(frame: object) -> str:
+    return str(getattr(frame, "attrs", {}).get("not_measured", ""))
 
 
 def absent(reason: str) -> Text:
@@ -754,13 +757,11 @@ def absent(reason: str) -> Text:
     )
 
 
-def draw(figure: Callable[[Any], Any], frame: pd.DataFrame, instead: Text | None = None) -> Any:
-    """The figure of a frame; if it has no rows, ``instead``, or the reason."""
-    return figure(frame) if len(frame) else instead or absent(_reason(frame))
-
-
-def shown_if(there: object, draw: Callable[[Any], Any], data: Any, reason: str = "") -> Any:
-    """What ``draw`` makes of the data where it is there; else the reason, if any, in its place."""
-    if there and data is not None:
-        return draw(data)
-    return Text(f"*{in_markdown(reason)}*" if reason else "")
+def draw(figure: Callable[[Any], Any], data: Any, instead: str | None = None) -> Any:
+    """What ``figure`` makes of the data; where there is none (None, or no rows), the sentence
+    ``instead`` (nothing if it is empty), or the reason that a frame holds."""
+    if data is not None and (not isinstance(data, Sized) or len(data)):
+        return figure(data)
+    if instead is None:
+        return absent(_reason(data))
+    return Text(f"*{in_markdown(instead)}*" if instead else "")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -42,7 +43,7 @@ from dlrm_workbook.show import idle as idle_figures
 from dlrm_workbook.show import profile as about
 from dlrm_workbook.show import ranks as rank_figures
 from dlrm_workbook.show import roofline as roofline_figures
-from dlrm_workbook.show.tables import FIRST, TABLES, Quality, Text, absent, listed, show
+from dlrm_workbook.show.tables import FIRST, TABLES, Quality, Text, absent, draw, listed, show
 
 if TYPE_CHECKING:
     from dlrm_workbook.report import Report
@@ -260,7 +261,11 @@ VIEWS: dict[str, View] = {
         tags="headline",
     ),
     "cautions": View(
-        "Read with caution", words=lambda report: about.cautions_text(cautions(report.profile))
+        "Read with caution",
+        words=lambda report: draw(
+            lambda said: Text(f"**Read with caution:**\n\n{listed(said)}"),
+            cautions(report.profile), "",
+        ),
     ),
     "lines": View("Time by line", lines.lines, tags="summary"),
     "hottest": View(
@@ -281,8 +286,8 @@ VIEWS: dict[str, View] = {
     ),
     "stages": View(
         "All changes together", made=_steps, tags="open",
-        words=lambda report: about.commands_text(
-            verdict.commands(report.stages, report.source.options)
+        words=lambda report: draw(
+            about.commands_text, verdict.commands(report.stages, report.source.options), ""
         ),
     ),
     "changes": View(
@@ -313,8 +318,9 @@ VIEWS: dict[str, View] = {
         drawn=lambda report: roofline_figures.roofline_chart(
             report.roofline, report.profile.meta.get("ceilings")
         ),
-        words=lambda report: about.roofline_text(
-            report.roofline, roofline.doubts(report.profile, report.roofline)
+        words=lambda report: draw(
+            lambda table: about.roofline_text(table, roofline.doubts(report.profile, table)),
+            report.roofline, "",
         ),
     ),
     "least_times": View(
@@ -413,7 +419,7 @@ VIEWS: dict[str, View] = {
         tags="detail",
     ),
     "export": View(
-        "Other viewers", words=lambda report: figures.export_text(report.source.folder)
+        "Other viewers", words=lambda report: draw(figures.export_text, report.source.folder, "")
     ),
     "iterations": View(
         "Iterations by part", _iterations, figures.iteration_times, words=_state, listed=False,
@@ -448,7 +454,7 @@ VIEWS: dict[str, View] = {
     ),
     "row_reuse": View("How often rows are used again", reuse.row_reuse),
     "other_gpus": View(
-        "The same step on other GPUs", other_gpus,
+        "The same step on other GPUs", partial(other_gpus, "other_gpus"),
         words=lambda report: listed(report.other_gpus.attrs.get("notices", [])),
     ),
 }  # fmt: skip

@@ -232,7 +232,7 @@ def frames_of_steps_timed_together() -> dict[str, pd.DataFrame]:
         "stages": [{"change": change, "ms": [5.0, 5.5]}],
     }
     engines = [noisy(0, meta={"engine": name}) for name in ("hpctoolkit", "torch")]
-    both = compare.engines_side_by_side(engines)
+    both = compare.engines_side_by_side(*engines)
     scaled = reference.at_reference(profile)
     parts = attribution.attribute(scaled)
     named = {f"{engine}_ms": "NAME_ms" for engine in ("hpctoolkit", "torch")}

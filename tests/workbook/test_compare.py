@@ -345,9 +345,9 @@ def test_figures_and_tables_draw_what_there_is(tmp_path: Path) -> None:
     times = part_table(profiles)
     curves = curves_of_runs(profiles)
     figures = [
-        compare_figures.speedups(compared.outcomes),
+        compare_figures.speedups(compared.rated),
         compare_figures.rounds(compared.times),
-        compare_figures.waterfall(compared.outcomes),
+        compare_figures.waterfall(compared.steps),
         compare_figures.part_differences(compared.outcomes[0].parts),
         compare_figures.difference_icicle(difference_tree(before, after)),
         sweep_figures.scaling_curves(curves["training.batch_size"], "training.batch_size"),

@@ -21,6 +21,7 @@ from dlrm_core.config import Parameters
 from dlrm_studies.scaling.model.links import Link, Network, calibrate
 from dlrm_studies.scaling.model.prediction import Setting, measured_profile
 from dlrm_studies.scaling.model.sharding import make_plan, plan_of_placement
+from dlrm_workbook.analysis.context_tree import unmeasured
 from dlrm_workbook.analysis.steady import undisturbed
 
 FORMAT = "dlrm-scaling"
@@ -67,10 +68,10 @@ class ScalingRecord:
         return table[pd.MultiIndex.from_frame(table[keys]).isin(chosen)]
 
     @property
-    def can_be_checked(self) -> bool:
-        """Whether its runs can be set beside predictions."""
-        apart = self.tables["link_probe"], self.tables["compute_profile"]
-        return self.checked is not None or not any(table.empty for table in apart)
+    def last_of_several(self) -> int:
+        """The last run of two ranks or more; -1 where there is none."""
+        several = self.runs.loc[self.runs["ranks"] > 1, "run"].tolist()
+        return int(several[-1]) if several else -1
 
     @property
     def reasons(self) -> dict[str, str]:
@@ -322,16 +323,17 @@ def predicted_and_measured(record: ScalingRecord, parameters: Parameters) -> pd.
         parameters: of the record.
 
     Returns:
-        Columns as in ``dlrm help columns predicted_and_measured``.
+        Columns as in ``dlrm help columns predicted_and_measured``; empty, with the reason, where
+        no link or no process was measured alone.
 
     Raises:
-        InputError: link probe or compute profile are missing or cannot be used.
+        InputError: link probe or compute profile cannot be used.
     """
     if record.checked is not None:
         return record.checked
     for name in ("link_probe", "compute_profile"):
         if record.tables[name].empty:
-            raise InputError(f"{name} was not measured: {record.reasons[name]}")
+            return unmeasured(CHECK_COLUMNS, f"no {name.replace('_', ' ')}: {record.reasons[name]}")
     network = Network(calibrate(record.link_probe, "gloo, measured"))
     setting = Setting(parameters, network, measured_profile(record.compute_profile), hidden=False)
     exposed = exposed_shares(record).set_index("run")["exposed_ms"]

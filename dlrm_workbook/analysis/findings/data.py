@@ -41,10 +41,16 @@ FASTER_ADVICE = "make the same batches, bit for bit, with vectorised numpy"
 PREFETCH_ADVICE = "make the next batch on another thread while the step computes"
 
 FOREIGN_ADVICE = (
-    "make batches ahead of the step in other processes or threads (a DataLoader with workers), "
-    "whole batches at a time instead of sample by sample, or on the GPU"
+    "make batches ahead of the step in other processes or threads (a DataLoader with workers, or "
+    "with more of them), whole batches at a time instead of sample by sample, or on the GPU"
 )
 """The advice to a program that has none of our parameters."""
+
+STARTED_ADVICE = (
+    "Start workers once: DataLoader(persistent_workers=True), or longer epochs (a sampler that "
+    "goes on)"
+)
+"""The same where its workers are started again and again."""
 
 Speedup = dict[str, float]
 
@@ -114,6 +120,8 @@ def data_generation(evidence: Evidence, ledger: Causes) -> Measured | None:
         figures["unprobed"] = "How fast the other generator is here was not measured."
     table = line_table(evidence.profile)
     received = table.marked_ms("received") / table.step_ms * total if table is not None else 0.0
+    if table is not None and table.marked_ms("started") > 0:
+        figures["remedy"] = STARTED_ADVICE
     if received > 0.3 * time:
         figures["received"] = received
         figures["most"] += ", most of it to receive what workers send, sample by sample"

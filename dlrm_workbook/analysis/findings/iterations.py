@@ -11,6 +11,7 @@ import pandas as pd
 
 from dlrm_workbook.analysis.attribution import iteration_state, segments, windows
 from dlrm_workbook.analysis.context_tree import scopes_of
+from dlrm_workbook.analysis.findings.data import STARTED_ADVICE
 from dlrm_workbook.analysis.findings.evidence import Evidence, listed_times
 from dlrm_workbook.analysis.findings.finding import Causes, Finding, Measured, largest, rule
 from dlrm_workbook.analysis.findings.gpu_idle import nowhere
@@ -130,8 +131,7 @@ def irregular(evidence: Evidence, ledger: Causes) -> Measured | None:
 _STARTED: Measured = {
     "started": "Each start of workers copies the process, and the pages of its memory as either of "
     "the two writes to them: iterations after it are slower as well.",
-    "advice": "Start workers once: DataLoader(persistent_workers=True), or longer epochs (a "
-    "sampler that goes on).",
+    "advice": f"{STARTED_ADVICE}.",
 }
 
 

@@ -678,7 +678,7 @@ def untrained_gradients(evidence: Evidence, ledger: Causes) -> Measured | None:
 @rule(
     "backward_again",
     title="The backward pass runs twice over the same forward pass, which takes {share:.0%} of "
-    "each step: at {name} and at {other}",
+    "each step: at {places}",
     evidence=(
         "{again:.0%} of its time goes into nodes that had run in the same iteration; {callers}.",
     ),
@@ -700,8 +700,7 @@ def backward_twice(evidence: Evidence, ledger: Causes) -> Measured | None:
     return {
         "share": again * float(callers["time_ms"].sum()) / evidence.total_ms,
         "explains": None,
-        "name": line_name(rows[0]),
-        "other": line_name(rows[-1]),
+        "places": " and at ".join(map(line_name, rows)),
         "again": again,
         "callers": " and ".join(told),
     }

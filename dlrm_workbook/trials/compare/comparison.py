@@ -47,6 +47,7 @@ from dlrm_workbook.analysis.compare import (
     step_estimate,
     work_against_step,
 )
+from dlrm_workbook.analysis.context_tree import unmeasured
 from dlrm_workbook.analysis.ensemble import SWEEP, swept_runs
 from dlrm_workbook.analysis.findings import findings
 from dlrm_workbook.analysis.quality import GOOD_FOR, quality, quality_of_runs
@@ -119,7 +120,7 @@ class Outcome:
         """The parts, with ``predicted_ms`` of each on the scale of the measured baseline."""
         parts = self.parts
         if parts is None or parts.empty:
-            return _absent("the parts were not timed")
+            return unmeasured([], "the parts were not timed")
         made = self.predicted
         if made is None or not self.before_ms or not made.now_ms:
             return parts.assign(predicted_ms=math.nan)
@@ -154,12 +155,6 @@ SCATTERED = 1.5
 """Times between the ratios of two rounds from which on the machine was not quiet."""
 
 
-def _absent(reason: str) -> pd.DataFrame:
-    empty = pd.DataFrame()
-    empty.attrs["not_measured"] = reason
-    return empty
-
-
 class Comparison:
     """What both kinds share: profiles by name, outcomes, ``compare.json``."""
 
@@ -172,7 +167,7 @@ class Comparison:
         self.profiles: dict[str, Profile] = {}
         self.outcomes: list[Outcome] = []
         self.runs: list[TimedRun] = []
-        self.times = in_rounds.round_table([])
+        self.times = unmeasured([], FINISHED)
         self.notices: list[str] = []
         self.qualities: dict[str, dict[str, str]] = {}
         """Name of a profile to what it is good for, see :func:`~.analysis.quality.quality`."""
@@ -200,7 +195,11 @@ class Comparison:
 
     def profile_changed(self, progress: ProgressCallback | None = None) -> pd.DataFrame:
         """Measure what comes last: :meth:`Outcome.part_table` of the last outcome."""
-        return self.outcomes[-1].part_table() if self.outcomes else _absent("nothing was compared")
+        return (
+            self.outcomes[-1].part_table()
+            if self.outcomes
+            else unmeasured([], "nothing was compared")
+        )
 
     @property
     def differences(self) -> pd.DataFrame:
@@ -211,6 +210,16 @@ class Comparison:
     def mixed(self) -> str:
         """A warning where more than parameters differ; else empty."""
         return mixed_causes(self.differences)
+
+    @property
+    def rated(self) -> list[Outcome]:
+        """Outcomes that have a speed-up."""
+        return [outcome for outcome in self.outcomes if outcome.speedup is not None]
+
+    @property
+    def steps(self) -> list[Outcome]:
+        """Outcomes of a change that was run in turns leaf by leaf; else empty."""
+        return self.rated if self.runs and len(self.outcomes) > 1 else []
 
     def outcome_table(self) -> pd.DataFrame:
         """Predicted and measured, a row an outcome.
@@ -282,7 +291,7 @@ class Comparison:
         """
         step_ms = self.outcomes[0].before_ms if self.outcomes else None
         if not step_ms or self.per != "per iteration":
-            return _absent("no iterations were timed")
+            return unmeasured([], "no iterations were timed")
         rows: list[tuple[Any, ...]] = []
         if self.runs:
             before = [run for run in self.runs if run.setting == self.outcomes[0].before]
@@ -300,7 +309,7 @@ class Comparison:
     def prediction_table(self) -> pd.DataFrame:
         """What is predicted before anything of the change has run, a row an outcome."""
         if self.kind == "runs":
-            return _absent(FINISHED)
+            return unmeasured([], FINISHED)
         rows = []
         for outcome in self.outcomes:
             made, method = outcome.predicted, f"not predicted: {outcome.reason}"
@@ -315,7 +324,7 @@ class Comparison:
     def ratio_table(self) -> pd.DataFrame:
         """Mean steady iteration of each setting in each round, and the rounds' own ratios."""
         if not self.runs:
-            return _absent(FINISHED)
+            return unmeasured([], FINISHED)
         whole = self.times[self.times["component"] == ""]
         wide = whole.pivot(index="round", columns="setting", values="time_ms")
         first, others = self.outcomes[0].before, [outcome.after for outcome in self.outcomes]
@@ -333,17 +342,18 @@ class Comparison:
 
     def recorded_table(self) -> pd.DataFrame:
         """Device, host and idle time of each part of the first and the last recording."""
-        return self._of_first_and_last(recorded_differences)
+        return self.of_first_and_last(recorded_differences)
 
     def device_table(self) -> pd.DataFrame:
         """What ran on the GPUs of the first and the last recording, by operator."""
-        return self._of_first_and_last(device_differences)
+        return self.of_first_and_last(device_differences)
 
-    def _of_first_and_last(
+    def of_first_and_last(
         self, differences: Callable[[Profile, Profile], pd.DataFrame]
     ) -> pd.DataFrame:
+        """What a question about two recordings answers; empty, with the reason, where one is."""
         if len(self.profiles) < 2:
-            return _absent("there are no two profiles")
+            return unmeasured([], "there are no two profiles")
         first, *_, last = self.profiles.values()
         return differences(first, last)
 

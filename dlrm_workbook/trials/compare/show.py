@@ -39,11 +39,10 @@ TWICE = 1.0
 
 def speedups(outcomes: Sequence[Outcome]) -> go.Figure:
     """Predicted range and measured interval of each outcome, one above the other."""
-    shown = [outcome for outcome in outcomes if outcome.speedup is not None]
-    result = theme.figure("Speed-up, predicted and measured", 150 + 62 * len(shown), legend=True)
-    labels = [theme.lines_of(change_text(o.change) or o.after, 34) for o in shown]
-    predicted = [(row - 0.13, o.predicted.speedup) for row, o in enumerate(shown) if o.predicted]
-    measured = [(row + 0.13, o.speedup.to_dict()) for row, o in enumerate(shown) if o.speedup]
+    result = theme.figure("Speed-up, predicted and measured", 150 + 62 * len(outcomes), legend=True)
+    labels = [theme.lines_of(change_text(o.change) or o.after, 34) for o in outcomes]
+    predicted = [(row - 0.13, o.predicted.speedup) for row, o in enumerate(outcomes) if o.predicted]
+    measured = [(row + 0.13, o.speedup.to_dict()) for row, o in enumerate(outcomes) if o.speedup]
     for name, gains, colour, symbol, side in (
         ("predicted", predicted, theme.PREDICTED_COLOUR, "diamond", "top"),
         ("measured", measured, theme.COLOURS["top_mlp"], "circle", "bottom"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ from dlrm_workbook.analysis.ensemble import WHOLE_STEP, Curve, short_leaf, swept
 from dlrm_workbook.analysis.sentences import in_markdown
 from dlrm_workbook.ground.units import ratio
 from dlrm_workbook.show import theme
-from dlrm_workbook.show.tables import QUALITY_LEVELS, Column, Quality, Text
+from dlrm_workbook.show.tables import QUALITY_LEVELS, Column, Text
 
 
 def scaling_curves(curves: Sequence[Curve], leaf: str) -> go.Figure:
@@ -87,12 +87,11 @@ def _marked(label: str, level: str) -> str:
     return short_setting(label) + mark
 
 
-def points_bars(summary: pd.DataFrame) -> go.Figure:
-    """Samples a second of every finished point, in the order of the grid; the best stands out.
+def points_bars(table: pd.DataFrame) -> go.Figure:
+    """Samples a second of every point that has one, in the order of the grid; the best stands out.
 
     Points in doubt are marked, and unreliable ones are pale and never the best.
     """
-    table = summary[summary["samples_per_second"].notna()]
     speeds = table["samples_per_second"]
     rates = [f"{speed:,.0f}" for speed in speeds]
     fills = table["quality"].map({"red": theme.paled(theme.INK)}).fillna(theme.INK)
@@ -121,11 +120,6 @@ def parts_by_point(times: pd.DataFrame) -> go.Figure:
     result = theme.stacked_bars("Share of each part at each point", spent, looks, "ms", shares=True)
     result.update_xaxes(title="share of the step")
     return result
-
-
-def quality_line(said: Mapping[str, str]) -> Quality | Text:
-    """The quality line of several runs, see :func:`~.analysis.quality.quality_of_runs`."""
-    return Quality(**said) if said else Text("")
 
 
 def sweep_verdict(summary: pd.DataFrame, failures: str) -> Text:
