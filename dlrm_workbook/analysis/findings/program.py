@@ -777,6 +777,7 @@ def _tried_gain(row: Any) -> dict[str, float]:
 TRIED = {
     "page_faults": "allocator",
     "too_few_threads": "threads",
+    "too_many_threads": "threads",
     "garbage_collection": "garbage_collection",
     "dense_updates": "sparse",
 }
