@@ -30,7 +30,7 @@ from dlrm_workbook.analysis.context_tree import (
 )
 from dlrm_workbook.analysis.step_source import Source
 from dlrm_workbook.ground.arrays import Bools, Floats, Names
-from dlrm_workbook.ground.units import milliseconds, percent
+from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.foreign import START_UP, node_key
 from dlrm_workbook.recordings.nesting import start_and_end, stretch_at
 from dlrm_workbook.recordings.profile import Profile, nearest, of_streams
@@ -158,13 +158,15 @@ def by_role(profile: Profile) -> str:
     steps, table = (each[each["thread"].eq(MAIN)] for each in (steps, table))
     shares = steps.groupby("role")["share_of_step"].sum()
     named = [
-        f"{words} {percent(shares[role])}" for role, words in ROLE_WORDS.items() if role in shares
+        f"{words} ({shares[role]:.0%})"
+        for role, words in ROLE_WORDS.items()
+        if round(shares.get(role, 0.0), 2)
     ]
     first = table[table["file"].ne("")].iloc[0]
     return (
-        f"Of {milliseconds(float(steps['time_ms'].sum()))} per iteration {', '.join(named)}; the "
-        f"line with most of it is `{place(first['file'], first['line'])}` in "
-        f"`{first['function']}` ({percent(first['share_of_step'])})."
+        f"The {milliseconds(float(steps['time_ms'].sum()))} of an iteration go into "
+        f"{', '.join(named)}; the line with most of them is `{place(first['file'], first['line'])}`"
+        f" in `{first['function']}` ({first['share_of_step']:.0%})."
     )
 
 

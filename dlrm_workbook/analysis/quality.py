@@ -82,8 +82,9 @@ def quality(
         reasons = [f"{count} without a profiler" if count else f"the step is {step.source}"]
         if (scatter := _scatter(_unprofiled_state(profile))) is not None:
             reasons.append(f"spread {percent(scatter)}")
-        slowed = ratio(step.recorded_ms / step.ms)
-        reasons.append(f"the profiler slowed the step {slowed} (removed)")
+        slowed = step.recorded_ms / step.ms
+        by = f"slowed the step {ratio(slowed)} (removed)" if slowed > 1 else "did not slow the step"
+        reasons.append(f"the profiler {by}")
     elif not reasons and step is not None:
         good_for = "Times and shares are as recorded"
         count = counted(step.recorded_iterations, "iteration")
@@ -243,7 +244,7 @@ def _doubts_of_iterations(state: SteadyState) -> Iterator[Doubt]:
     """Doubts about too few iterations, and many left out."""
     steady, count = int(state.steady.sum()), len(state.times_ms)
     if steady < FEW:
-        why = f"there {'is' if steady == 1 else 'are'} only {counted(steady, 'steady iteration')}"
+        why = f"the steady iterations number only {steady}"
         yield Doubt("amber", why, "a warm-up cannot be told from the usual step")
     if count - steady > MANY_LEFT_OUT * count:
         why = f"{count - steady} of {count} iterations are warm-up or outliers"

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from dlrm_workbook.analysis.context_tree import unmeasured
-from dlrm_workbook.ground.units import speedup
+from dlrm_workbook.ground.units import faster
 from dlrm_workbook.recordings.profile import Profile
 
 NUMBERS = ("off_ms", "on_ms", "turns", "iterations", "memory_bytes", "compile_s")
@@ -53,7 +53,7 @@ def tried(profile: Profile) -> pd.DataFrame:
 
 
 def tried_sentence(profile: Profile) -> str:
-    """``Tried on this program: 2 threads instead of 1 1.9x (1.8x to 2.0x); ...``; else ''."""
+    """``Tried on this program: 2 threads instead of 1: 1.9x faster (1.8x to 2x); ...``; else ''."""
     table = tried(profile)
     if table.empty:
         return ""
@@ -85,7 +85,7 @@ def not_tried(profile: Profile) -> pd.DataFrame:
 
 def _gain(row: Any) -> str:
     ends = (row["speedup_mid"], row["speedup_low"], row["speedup_high"])
-    return f"{row['remedy']}: {speedup(*ends, figures=2)}"
+    return f"{row['remedy']}: {faster(*ends, figures=2)}"
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:

@@ -500,8 +500,8 @@ def headline(findings: Sequence[Finding], way: Sequence[Stage], limit_sentence: 
     hardware = ""
     if way and len(way[0].least):
         hardware = (
-            "Hardware limit for this configuration, from ceilings measured on the same machine: "
-            f"{milliseconds(way[0].limit_ms)}"
+            "Hardware limit as configured, of the model's arithmetic and memory traffic alone at "
+            f"rates measured on this machine: {milliseconds(way[0].limit_ms)}"
         )
         for last in [stage for stage in way if stage.on_the_way][-1:]:
             changed = milliseconds(last.limit_ms) if len(last.least) else "not known"

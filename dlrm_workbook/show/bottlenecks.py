@@ -310,8 +310,8 @@ too, which a pointer shows."""
 MODULE_KEYS_HEIGHT = 48
 """Pixels of two more lines of the legend, which their names take."""
 
-LEAST_KEYED = 0.01
-"""Share of the longest step from which on a part is in the legend."""
+LEAST_KEYED, LEAST_WRITTEN = 0.01, 0.1
+"""Share of the longest step from which on a part is in the legend, and has its time in its bar."""
 
 STEP_ROW = 46
 """Height of a step, in pixels."""
@@ -333,7 +333,8 @@ def _add_steps(target: go.Figure, steps: Sequence[str], parts: pd.DataFrame) -> 
     modules = times.groupby("component").max().drop([*COLOURS, IDLE, UNTIMED], errors="ignore")
     unkeyed = set(modules.nsmallest(max(0, len(modules) - MODULE_KEYS)).index)
     largest = times.groupby("component").max()
-    small = largest[largest < LEAST_KEYED * times.groupby("step").sum().max()].index
+    longest = times.groupby("step").sum().max()
+    small = largest[largest < LEAST_KEYED * longest].index
     unkeyed |= set(small.difference(largest.nlargest(MODULE_KEYS).index))
     for component, (label, colour) in looks.items():
         if not times.get(component, pd.Series(dtype=float)).any():
@@ -343,8 +344,9 @@ def _add_steps(target: go.Figure, steps: Sequence[str], parts: pd.DataFrame) -> 
             f"{plotly_text(step)}<br>{label}: {milliseconds(time)}"
             for step, time in lengths.items()
         ]
-        key = component not in unkeyed
-        add_bars(target, lengths, list(range(len(steps))), label, colour, hover, showlegend=key)
+        inside = [f"{time:,.3g}" if time > LEAST_WRITTEN * longest else "" for time in lengths]
+        key, rows = component not in unkeyed, list(range(len(steps)))
+        add_bars(target, lengths, rows, label, colour, hover, inside=inside, showlegend=key)
     target.update_layout(barmode="stack", bargap=0.35)
 
 

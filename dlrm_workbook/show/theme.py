@@ -367,6 +367,7 @@ def add_bars(
     hover: str | Sequence[str],
     *,
     flat: bool = True,
+    inside: Sequence[str] = (),
     **more: Any,
 ) -> None:
     """Bars of one name and look, to be stacked or grouped with others.
@@ -375,9 +376,14 @@ def add_bars(
         look: a colour, or a whole marker of plotly's.
         hover: plotly's template, or a text for each bar.
         flat: horizontal bars, whose length is ``x``; else upright ones.
+        inside: a text at the beginning of each bar; of bars of one colour.
         more: properties of plotly's trace.
     """
     marker = {"color": look, "line": {"width": 0}} if isinstance(look, str) else look
+    if inside:
+        more |= {"text": inside, "textposition": "inside", "insidetextanchor": "start"}
+        # plotly.js would write dark grey or white, at a contrast of about 3
+        more |= {"textangle": 0, "textfont": {"color": text_on(str(marker["color"]))}}
     more |= {"orientation": "h" if flat else "v", "marker": marker, **_hover(hover)}
     target.add_bar(x=x, y=y, name=name, **more)
 
@@ -496,12 +502,7 @@ def stacked_bars(
                 (value, f"{plotly_text(str(row))}<br>" if str(row) else "", part)
                 for row, value, part in zip(table.index, values, parts, strict=True)
             ],
-            text=[f"{part:.0%}" if (shares or texts) and part >= 0.06 else "" for part in parts],
-            textposition="inside",
-            insidetextanchor="middle",
-            textangle=0,
-            # plotly.js would write dark grey or white, at a contrast of about 3
-            textfont={"color": text_on(colour)},
+            inside=[f"{part:.0%}" if (shares or texts) and part >= 0.06 else "" for part in parts],
         )
     result.update_layout(barmode="stack", bargap=0.22)
     if shares:

@@ -261,8 +261,7 @@ VIEWS: dict[str, View] = {
         tags="headline",
     ),
     "cautions": View(
-        "Read with caution",
-        words=lambda report: draw(
+        "Read with caution", words=lambda report: draw(
             lambda said: Text(f"**Read with caution:**\n\n{listed(said)}"),
             cautions(report.profile), "",
         ),

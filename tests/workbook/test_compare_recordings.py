@@ -72,7 +72,9 @@ def test_different_programs_make_no_speed_up(tmp_path: Path) -> None:
     assert document["per"] == "per iteration"
     (written,) = document["outcomes"]
     assert written["doubt"] and written["measured"]["speedup"] is None
-    assert len(compared.recorded_table()) and len(compared.device_table())
+    assert len(compared.of_first_and_last(compare.recorded_differences)) and len(
+        compared.of_first_and_last(compare.device_differences)
+    )
 
 
 def write(folder: Path, name: str, events: list[dict[str, Any]]) -> str:
@@ -96,7 +98,7 @@ def test_recordings_of_one_program_have_a_ratio(tmp_path: Path) -> None:
     (outcome,) = compared.outcomes
     assert outcome.speedup is not None and outcome.speedup.mid == pytest.approx(2.0)
     assert "2.00x faster" in shown.outcome_text(compared).markdown
-    table = compared.recorded_table()
+    table = compared.of_first_and_last(compare.recorded_differences)
     assert table["device_ms_before"].sum() == pytest.approx(0.14)
     assert table["device_ms_after"].sum() == pytest.approx(0.07)
     assert table["idle_ms_after"].sum() == pytest.approx(0.041)

@@ -384,7 +384,7 @@ def _busy(evidence: Evidence) -> str:
     time, exposed = evidence.exchange_ms
     if time > OTHERWISE * evidence.total_ms:
         text += (
-            f"The exchange between ranks runs {milliseconds(time)} of it, "
+            f"The exchange between ranks runs {milliseconds(time)} of the step, "
             f"{milliseconds(exposed)} while nothing else does. "
         )
     return text

@@ -42,7 +42,7 @@ PREFETCH_ADVICE = "make the next batch on another thread while the step computes
 
 FOREIGN_ADVICE = (
     "make batches ahead of the step in other processes or threads (a DataLoader with workers, or "
-    "with more of them), whole batches at a time instead of sample by sample, or on the GPU"
+    "with more of them), whole batches at a time instead of sample by sample"
 )
 """The advice to a program that has none of our parameters."""
 
@@ -162,7 +162,8 @@ def _most_in(evidence: Evidence) -> str:
 def _remedy(evidence: Evidence, time: float) -> tuple[dict[str, Any], Speedup, str]:
     """(change, speed-up, advice): the least change that takes most of the time away."""
     if not evidence.is_ours:
-        return {}, bounded(time / evidence.total_ms), FOREIGN_ADVICE
+        advice = FOREIGN_ADVICE + ", or on the GPU" * evidence.on_gpu
+        return {}, bounded(time / evidence.total_ms), advice
     faster = FASTER.get(evidence.parameter("data.generator"))
     if faster:
         return _faster_generator(evidence, time, {"data.generator": faster})

@@ -268,11 +268,12 @@ class Comparison:
     def gpu_sentence(self) -> str:
         """How the GPUs' own work changed, in Markdown; "" where it is not recorded in both."""
         # NaN where a side was not measured, and no columns where there are no two profiles
-        table = self.recorded_table().reindex(columns=["device_ms_before", "device_ms_after"])
+        sides = ["device_ms_before", "device_ms_after"]
+        table = self.of_first_and_last(recorded_differences).reindex(columns=sides)
         before, after = (float(time_ms) for time_ms in table.sum())
         if not min(before, after):
             return ""
-        work = self.device_table()
+        work = self.of_first_and_last(device_differences)
         text = (
             f"The GPU's own work: {milliseconds(before)} before and {milliseconds(after)} after "
             f"{self.per}, {ratio(after / before)} the time (durations of kernels and copies, added "
@@ -339,14 +340,6 @@ class Comparison:
         differences = self.differences
         values = pd.DataFrame(differences["values"].tolist(), columns=list(self.profiles))
         return pd.concat([differences[["kind", "name"]].reset_index(drop=True), values], axis=1)
-
-    def recorded_table(self) -> pd.DataFrame:
-        """Device, host and idle time of each part of the first and the last recording."""
-        return self.of_first_and_last(recorded_differences)
-
-    def device_table(self) -> pd.DataFrame:
-        """What ran on the GPUs of the first and the last recording, by operator."""
-        return self.of_first_and_last(device_differences)
 
     def of_first_and_last(
         self, differences: Callable[[Profile, Profile], pd.DataFrame]

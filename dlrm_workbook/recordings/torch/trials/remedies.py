@@ -402,7 +402,7 @@ class OneDnn(Setting):
     device = "cpu"
     path = "backends.mkldnn.matmul.fp32_precision"
     wanted = "bf16"
-    title, saves = "fp32 products by oneDNN", 0.2
+    title, saves = "fp32 matrix products by oneDNN", 0.2
     effect = "Inputs of fp32 products may be rounded to bf16 inside."
     operators, what = PRODUCTS, "matrix products"
 
