@@ -293,8 +293,7 @@ def swept_runs(folder: Path, notebook: str) -> dict[str, Path]:
 
 
 def across_runs(frames: Mapping[str, Any]) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """``metadata`` and data frame of :func:`~.hatchet_frames.thicket`; both empty, with the reason,
-    where Thicket is not installed or one run is given."""
+    """``metadata`` and rows of a Thicket of runs; both empty, with the reason, where none is."""
     reason = "one run is no ensemble; give a sweep (`-p sweep_folder=FOLDER`) or `other_run`"
     try:
         if len(frames) > 1:

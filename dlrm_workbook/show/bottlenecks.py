@@ -344,7 +344,8 @@ def _add_steps(target: go.Figure, steps: Sequence[str], parts: pd.DataFrame) -> 
             f"{plotly_text(step)}<br>{label}: {milliseconds(time)}"
             for step, time in lengths.items()
         ]
-        inside = [f"{time:,.3g}" if time > LEAST_WRITTEN * longest else "" for time in lengths]
+        least = {IDLE: longest}.get(component, LEAST_WRITTEN * longest)  # nothing on pale bars
+        inside = [f"{time:,.3g}" if time > least else "" for time in lengths]
         key, rows = component not in unkeyed, list(range(len(steps)))
         add_bars(target, lengths, rows, label, colour, hover, inside=inside, showlegend=key)
     target.update_layout(barmode="stack", bargap=0.35)

@@ -380,7 +380,7 @@ def add_bars(
         more: properties of plotly's trace.
     """
     marker = {"color": look, "line": {"width": 0}} if isinstance(look, str) else look
-    if inside:
+    if any(inside):
         more |= {"text": inside, "textposition": "inside", "insidetextanchor": "start"}
         # plotly.js would write dark grey or white, at a contrast of about 3
         more |= {"textangle": 0, "textfont": {"color": text_on(str(marker["color"]))}}
