@@ -179,6 +179,11 @@ def _doubts(
         times = statistics.median(rounds) / step.ms
         why = f"while the changes were timed together, the step took {ratio(times)} its time"
         yield Doubt("red" if times > FAR_SLOWER else "amber", why, "gains may differ")
+    if step is not None and step.unprofiled and step.recorded_ms * SLOWER_TOGETHER < step.ms:
+        times = step.recorded_ms / step.ms
+        why = f"the profiled step took {ratio(times)} its time, and no profiler makes a step faster"
+        level = "red" if times * FAR_SLOWER < 1 else "amber"
+        yield Doubt(level, why, "the step may take less than is said")
     if state is not None:
         yield from _doubts_of_iterations(state)
 
@@ -196,12 +201,8 @@ def _errors(
     if step is not None and not step.unprofiled:
         if not evidence.on_gpu:  # kernels keep their times under a profiler
             yield HIDDEN, "what the profiler cost was not measured"
-    elif (
-        step is not None
-        and not step.laps
-        and not from_lines
-        and (dilation := step.recorded_ms / step.ms) > 0
-    ):
+    elif step is not None and not step.laps and not from_lines:
+        dilation = step.recorded_ms / step.ms
         why = f"the profiled step took {ratio(dilation)} the time of the plain one"
         yield 1 - min(dilation, 1 / dilation), why  # a profiler speeds nothing up
     plain = _unprofiled_state(profile)

@@ -15,13 +15,11 @@ Values are in the metric's unit (``attrs["unit"]``), summed over all threads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 
 from dlrm_core.base.errors import InputError
-from dlrm_workbook.analysis.attribution import iteration_count
 from dlrm_workbook.analysis.context_tree import outermost_contexts, scopes_of, unmeasured
 from dlrm_workbook.ground.arrays import Bools, Floats, Ints
 from dlrm_workbook.recordings.profile import Profile, depths, inclusive_from_exclusive, nearest
@@ -106,12 +104,6 @@ def top_down(
         **{name: column[rows] for name, column in others.items()},
     )
     return _described(table[columns].reset_index(drop=True), profile, metric, total)
-
-
-def of_one_iteration(profile: Profile) -> Profile:
-    """The profile with the values of a mean iteration instead of their sums over all."""
-    values = profile.values.assign(value=profile.values["value"] / iteration_count(profile))
-    return replace(profile, values=values, _known={})
 
 
 LINK_SHARE = 0.999

@@ -8,7 +8,7 @@ whether there is something to show.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -160,7 +160,9 @@ def _compared(report: Report) -> tuple[Profile, str, Any]:
     """A mean iteration, the metric by which its calls are compared, and which of them count."""
     profile = report.profile
     metric = next((name for name in TIMES if profile.has(name)), TIMES[-1])
-    return views.of_one_iteration(profile), metric, attribution.step_contexts(profile)
+    value = profile.values["value"] / attribution.iteration_count(profile)
+    one = replace(profile, values=profile.values.assign(value=value), _known={})
+    return one, metric, attribution.step_contexts(profile)
 
 
 def _icicle(report: Report) -> Any:

@@ -84,7 +84,6 @@ def test_the_sweep_notebook_shows_every_point(tmp_path: Path) -> None:
     sweep = Sweep.begin(tmp_path, parameters, ["profile"], {}, "dlrm run profile")
     assert sweep.run(Measured()) == 1
     shown = run_cells("sweep", sweep_folder=str(tmp_path), output_folder=str(tmp_path / "page"))
-    # made profiles have no wall time
     first, *curves = titles(shown)
     assert first == "Share of each part at each point"
     assert sorted(curves) == ["Time of each part along batch", "Time of each part along dim"]

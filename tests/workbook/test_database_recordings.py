@@ -7,16 +7,18 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from profile_rows import profile_of_rows
 
 from dlrm_core.parts import ITERATION_SPAN
 from dlrm_workbook.analysis.attribution import attribute, coverage, step_contexts
 from dlrm_workbook.analysis.gpu import copy_table
 from dlrm_workbook.analysis.reference import other_times
 from dlrm_workbook.analysis.views import flat
+from dlrm_workbook.ground.marks import GROUP_PREFIX
 from dlrm_workbook.recordings.hpctoolkit.database import read_database
 from dlrm_workbook.recordings.hpctoolkit.format import DatabaseError
 from dlrm_workbook.recordings.hpctoolkit.parts import iteration_functions
-from dlrm_workbook.recordings.hpctoolkit.stacks import _groups, with_stacks
+from dlrm_workbook.recordings.hpctoolkit.stacks import _groups, _with_parts, with_stacks
 from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
 from dlrm_workbook.recordings.hpctoolkit.views import database_facts
 from dlrm_workbook.recordings.profile import Profile
@@ -283,3 +285,17 @@ def test_iterations_that_hold_least_of_the_parts_are_none(inside_ms: float, know
     values = pd.DataFrame({"context": [2, 3], "value": [inside_ms, 371.0]})
     values = values.assign(metric="cpu_time_ms", scope="exclusive")
     assert iteration_functions(contexts, values).tolist() == [False, known, False, False]
+
+
+def test_what_no_name_tells_is_of_the_module_that_ran_it() -> None:
+    """Of a real hpcrun, an MLP's backward pass was all "loss backward", which had run first."""
+    names = ["<root>", "main", ITERATION_SPAN, "backward", "MseLossBackward0"]
+    names += [f"{GROUP_PREFIX}mlp", "dgemm"]
+    kinds = ["root", "thread", "annotation", "python", "function", "annotation", "function"]
+    contexts = {"name": names, "parent": [-1, 0, 1, 2, 3, 3, 5], "kind": kinds}
+    contexts |= {"file": ["", "", "", "torch/_tensor.py", "", "", ""]}
+    values = [(0, at, "cpu_time_ms", "exclusive", 1.0) for at in (4, 6)]
+    trace = [(0, 0, 1_000_000, 4, 4), (0, 1_000_000, 10_000_000, 6, 5)]
+    run = profile_of_rows(contexts, values, trace, [(0, 0, 10_000_000)])
+    found = _with_parts(run, None).contexts.loc[[4, 6], ["component", "phase"]].to_numpy()
+    assert found.tolist() == [["loss", "backward"], ["mlp", "backward"]]

@@ -16,6 +16,7 @@ from profile_rows import BOTH, profile_of_rows
 from dlrm_core.parts import ITERATION_SPAN, span_name
 from dlrm_workbook.analysis.attribution import (
     attribute,
+    iteration_count,
     iteration_state,
     iteration_times_ms,
     per_iteration,
@@ -24,7 +25,7 @@ from dlrm_workbook.analysis.attribution import (
 from dlrm_workbook.analysis.findings.evidence import Evidence
 from dlrm_workbook.analysis.operators import call_tree, timeline, top_operators
 from dlrm_workbook.analysis.reference import at_reference, other_times, reference, unprofiled_ms
-from dlrm_workbook.analysis.views import flat, of_one_iteration
+from dlrm_workbook.analysis.views import flat
 from dlrm_workbook.recordings.foreign import START_UP
 from dlrm_workbook.recordings.profile import Profile, inclusive_from_exclusive
 from tests.finding_profiles import counters, made
@@ -104,8 +105,8 @@ def test_everything_on_a_page_adds_up_to_the_step_without_a_profiler() -> None:
     below = tree[tree["label"] == span_name("embedding", "update")]
     assert below["value_ms"].tolist() == pytest.approx([10])
     assert top_operators(scaled)["cpu_self_ms"].sum() == pytest.approx(90)
-    table = flat(of_one_iteration(scaled), "cpu_time_ms", within=step_contexts(scaled))
-    assert table["exclusive"].sum() == pytest.approx(90)
+    table = flat(scaled, "cpu_time_ms", within=step_contexts(scaled))
+    assert table["exclusive"].sum() / iteration_count(scaled) == pytest.approx(90)
     assert iteration_times_ms(scaled) == pytest.approx(90)
     drawn = timeline(scaled, 1)
     assert drawn["duration_ms"].tolist() == pytest.approx([40, 10, 40])

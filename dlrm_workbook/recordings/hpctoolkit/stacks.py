@@ -176,7 +176,11 @@ def _with_parts(profile: Profile, parts: dict[str, str] | None) -> Profile:
     labels = by_names(contexts, parts)
     outside = nearest(parent, contexts["name"].eq(ITERATION_SPAN).to_numpy()) < 0
     labels.component[outside], labels.phase[outside] = "other", START_UP
-    order = parts_in_order(profile.trace, profile.threads, labels, profile.iterations)
+    # what no name tells is of the group that ran it, whatever ran before
+    grouped = nearest(parent, contexts["name"].str.startswith(GROUP_PREFIX).to_numpy()) >= 0
+    of_group = (labels.component == "other") & grouped
+    trace = profile.trace[~of_group[profile.trace["context"]]]
+    order = parts_in_order(trace, profile.threads, labels, profile.iterations)
     tables = (contexts, profile.values, profile.trace)
     (contexts, values, trace), _ = divide(tables, labels, order, {})
     names = PartNames(parts)
