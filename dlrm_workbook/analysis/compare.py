@@ -164,12 +164,11 @@ def _sentence(table: pd.DataFrame, names: list[str]) -> str:
         f"{signed_milliseconds(whole['difference_ms'])}, where {milliseconds(whole['error_ms'])} "
         "are within the error"
     )
-    if not apart:
-        return f"{total}. All {len(parts)} parts agree within the error of both."
-    return (
-        f"{total}. {len(parts) - len(apart)} of {len(parts)} parts agree within the error of "
-        f"both; {', '.join(apart)} {'does' if len(apart) == 1 else 'do'} not."
-    )
+    if whole["error_ms"] > whole[f"{first}_ms"] / 2:
+        return f"{total}: that is too much to hold the parts beside each other."
+    agreeing = f"{len(parts) - len(apart)} of {len(parts)}" if apart else f"All {len(parts)}"
+    others = f"; {', '.join(apart)} {'does' if len(apart) == 1 else 'do'} not" if apart else ""
+    return f"{total}. {agreeing} parts agree within the error of both{others}."
 
 
 # ---- two runs, part by part ---------------------------------------------------------------

@@ -17,7 +17,7 @@ from dlrm_workbook.analysis.attribution import (
     parts_at,
     step_contexts,
 )
-from dlrm_workbook.analysis.context_tree import running_table
+from dlrm_workbook.analysis.context_tree import running_table, scopes_of
 from dlrm_workbook.analysis.kernel_names import short_names
 from dlrm_workbook.analysis.lanes import coarsened
 from dlrm_workbook.recordings.nesting import start_and_end, stretch_at
@@ -34,13 +34,14 @@ MOST_SPANS = 400
 
 
 def top_operators(profile: Profile, count: int = 20) -> pd.DataFrame:
-    """Where the time is spent itself, callees excluded; largest share first.
+    """Where the time is spent itself, callees excluded (lines are their function's); largest first.
 
     A row of kind ``annotation`` is the part's own Python code, outside all operators.
     ``gflops_per_second`` is NaN where torch counts no operations.
     """
     steps = iteration_count(profile)
     table = profile.contexts[["name", "kind", "shapes", *PART]].copy()
+    table[["name", "kind"]] = table[["name", "kind"]].to_numpy()[scopes_of(profile.contexts)]
     columns = {
         "calls": ("calls", "exclusive"),
         "cpu_self_ms": ("cpu_time_ms", "exclusive"),

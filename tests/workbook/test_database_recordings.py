@@ -288,14 +288,12 @@ def test_iterations_that_hold_least_of_the_parts_are_none(inside_ms: float, know
 
 
 def test_what_no_name_tells_is_of_the_module_that_ran_it() -> None:
-    """Of a real hpcrun, an MLP's backward pass was all "loss backward", which had run first."""
     names = ["<root>", "main", ITERATION_SPAN, "backward", "MseLossBackward0"]
     names += [f"{GROUP_PREFIX}mlp", "dgemm"]
     kinds = ["root", "thread", "annotation", "python", "function", "annotation", "function"]
     contexts = {"name": names, "parent": [-1, 0, 1, 2, 3, 3, 5], "kind": kinds}
     contexts |= {"file": ["", "", "", "torch/_tensor.py", "", "", ""]}
-    values = [(0, at, "cpu_time_ms", "exclusive", 1.0) for at in (4, 6)]
     trace = [(0, 0, 1_000_000, 4, 4), (0, 1_000_000, 10_000_000, 6, 5)]
-    run = profile_of_rows(contexts, values, trace, [(0, 0, 10_000_000)])
+    run = profile_of_rows(contexts, trace=trace, iterations=[(0, 0, 10_000_000)])
     found = _with_parts(run, None).contexts.loc[[4, 6], ["component", "phase"]].to_numpy()
     assert found.tolist() == [["loss", "backward"], ["mlp", "backward"]]

@@ -113,6 +113,8 @@ def test_runs_that_differ_without_profiler_may_differ_as_much_with_it() -> None:
     table = engines_side_by_side(recording("hpctoolkit", seed=1), slow)
     assert table["agrees"].all()
     assert table["difference_ms"].iloc[0] == pytest.approx(2.0, rel=0.05)
+    far = recording("torch", (30.0, 12.0, 18.0), seed=2, plain_ms=60.0)
+    assert "too much" in engines_side_by_side(recording("torch", seed=1), far).attrs["sentence"]
 
 
 def test_only_two_recordings_with_iterations_can_be_compared() -> None:
