@@ -27,7 +27,6 @@ from dlrm_workbook.show.tables import (
     BESIDE,
     Cells,
     Column,
-    Text,
     TextTable,
     column,
     draw,
@@ -233,7 +232,7 @@ def test_a_frame_without_rows_says_why() -> None:
     empty = pd.DataFrame({"time_ms": []})
     empty.attrs["not_measured"] = "no clock"
     assert repr(show(empty)) == repr(draw(len, empty)) == "*Not measured: no clock.*"
-    assert repr(draw(len, empty, Text("Nothing."))) == "Nothing."
+    assert repr(draw(len, empty, "Nothing.")) == repr(draw(len, None, "Nothing.")) == "*Nothing.*"
 
 
 def test_columns_share_their_decimals() -> None:
