@@ -185,7 +185,7 @@ def test_what_was_tried_together_is_named_unless_it_is_all() -> None:
     profile.meta["trials"] = {"rows": rows}
     assert tried_sentence(profile).endswith("; both: 1.6x faster (1.6x to 1.6x).")
     rows.insert(2, row("onednn", "oneDNN", 1.1))
-    assert tried_sentence(profile).endswith("together: batches ahead, bf16: 1.6x faster (1.6x to 1.6x).")
+    assert tried_sentence(profile).endswith("batches ahead, bf16: 1.6x faster (1.6x to 1.6x).")
 
 
 def test_what_lines_of_the_model_compute_without_need_is_named_by_line(tmp_path: Path) -> None:
