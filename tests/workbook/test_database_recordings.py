@@ -11,6 +11,7 @@ from profile_rows import profile_of_rows
 
 from dlrm_core.parts import ITERATION_SPAN
 from dlrm_workbook.analysis.attribution import attribute, coverage, step_contexts
+from dlrm_workbook.analysis.findings.evidence import Evidence
 from dlrm_workbook.analysis.gpu import copy_table
 from dlrm_workbook.analysis.reference import other_times
 from dlrm_workbook.analysis.views import flat
@@ -294,6 +295,6 @@ def test_what_no_name_tells_is_of_the_module_that_ran_it() -> None:
     contexts = {"name": names, "parent": [-1, 0, 1, 2, 3, 3, 5], "kind": kinds}
     contexts |= {"file": ["", "", "", "torch/_tensor.py", "", "", ""]}
     trace = [(0, 0, 1_000_000, 4, 4), (0, 1_000_000, 10_000_000, 6, 5)]
-    run = profile_of_rows(contexts, trace=trace, iterations=[(0, 0, 10_000_000)])
-    found = _with_parts(run, None).contexts.loc[[4, 6], ["component", "phase"]].to_numpy()
-    assert found.tolist() == [["loss", "backward"], ["mlp", "backward"]]
+    placed = _with_parts(profile_of_rows(contexts, trace=trace, iterations=[(0, 0, 10**7)]), None)
+    assert placed.contexts.loc[[4, 6], "component"].tolist() == ["loss", "mlp"]
+    assert not Evidence(placed, attribute(placed)).is_ours, "its iterations are marked, no part is"

@@ -21,7 +21,7 @@ import pandas as pd
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.config import Parameters, parameters_from_sections
-from dlrm_core.parts import SPAN_PREFIX
+from dlrm_core.parts import ITERATION_SPAN, SPAN_PREFIX
 from dlrm_workbook.analysis.attribution import (
     basis,
     by_part,
@@ -132,13 +132,13 @@ class Evidence:
 
     @cached_property
     def is_ours(self) -> bool:
-        """Whether the program is this project's: only then do its parameters change anything."""
+        """Whether the program is this project's, by its parts: only then have parameters effect."""
         if self.meta.get("parameters") is not None:
             return True
         contexts = self.profile.contexts
-        named = self.profile.which("name", lambda name: name.startswith(SPAN_PREFIX))
+        parts = [n for n in set(contexts["name"]) - {ITERATION_SPAN} if n.startswith(SPAN_PREFIX)]
         frames = contexts.loc[self.profile.of_kind("python"), ["name", "file"]].drop_duplicates()
-        return bool(named.any()) or any(map(is_iteration_function, frames["name"], frames["file"]))
+        return bool(parts) or any(map(is_iteration_function, frames["name"], frames["file"]))
 
     # ---- parameters ---------------------------------------------------------------
 
