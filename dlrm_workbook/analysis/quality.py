@@ -182,8 +182,7 @@ def _doubts(
     if step is not None and step.unprofiled and step.recorded_ms * SLOWER_TOGETHER < step.ms:
         times = step.recorded_ms / step.ms
         why = f"the profiled step took {ratio(times)} its time, and no profiler makes a step faster"
-        level = "red" if times * FAR_SLOWER < 1 else "amber"
-        yield Doubt(level, why, "the step may take less than is said")
+        yield Doubt("red" if times * FAR_SLOWER < 1 else "amber", why, "the step may take less")
     if state is not None:
         yield from _doubts_of_iterations(state)
 

@@ -295,6 +295,7 @@ def test_what_no_name_tells_is_of_the_module_that_ran_it() -> None:
     contexts = {"name": names, "parent": [-1, 0, 1, 2, 3, 3, 5], "kind": kinds}
     contexts |= {"file": ["", "", "", "torch/_tensor.py", "", "", ""]}
     trace = [(0, 0, 1_000_000, 4, 4), (0, 1_000_000, 10_000_000, 6, 5)]
-    placed = _with_parts(profile_of_rows(contexts, trace=trace, iterations=[(0, 0, 10**7)]), None)
+    run = profile_of_rows(contexts, (), trace, [(0, 0, 10**7)], engine="hpctoolkit")
+    placed = _with_parts(run, None)
     assert placed.contexts.loc[[4, 6], "component"].tolist() == ["loss", "mlp"]
     assert not Evidence(placed, attribute(placed)).is_ours, "its iterations are marked, no part is"

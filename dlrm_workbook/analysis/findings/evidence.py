@@ -136,7 +136,8 @@ class Evidence:
         if self.meta.get("parameters") is not None:
             return True
         contexts = self.profile.contexts
-        parts = [n for n in set(contexts["name"]) - {ITERATION_SPAN} if n.startswith(SPAN_PREFIX)]
+        any_program = {ITERATION_SPAN} if self.meta.get("engine") == "hpctoolkit" else set[str]()
+        parts = [n for n in set(contexts["name"]) - any_program if n.startswith(SPAN_PREFIX)]
         frames = contexts.loc[self.profile.of_kind("python"), ["name", "file"]].drop_duplicates()
         return bool(parts) or any(map(is_iteration_function, frames["name"], frames["file"]))
 
