@@ -34,7 +34,7 @@ MOST_SPANS = 400
 
 
 def top_operators(profile: Profile, count: int = 20) -> pd.DataFrame:
-    """Where the time is spent itself, callees excluded (lines are their function's); largest first.
+    """List what takes time itself, callees excluded, a line as its function; the largest first.
 
     A row of kind ``annotation`` is the part's own Python code, outside all operators.
     ``gflops_per_second`` is NaN where torch counts no operations.

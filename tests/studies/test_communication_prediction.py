@@ -229,9 +229,7 @@ def test_a_record_without_a_column_or_a_table_says_so() -> None:
         record_of(made | {"parts": [{"run": 0, "rank": 0}]})
     bare = record_of(made | {"link_probe": [], "not_measured": {"link_probe": "one rank"}})
     assert bare.reasons["link_probe"] == "one rank"
-    assert predicted_and_measured(bare, parameters()).attrs == {
-        "not_measured": "no link probe: one rank"
-    }
+    assert "one rank" in predicted_and_measured(bare, parameters()).attrs["not_measured"]
 
 
 # ---- findings ---------------------------------------------------------------------------

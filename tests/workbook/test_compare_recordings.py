@@ -72,9 +72,8 @@ def test_different_programs_make_no_speed_up(tmp_path: Path) -> None:
     assert document["per"] == "per iteration"
     (written,) = document["outcomes"]
     assert written["doubt"] and written["measured"]["speedup"] is None
-    assert len(compared.of_first_and_last(compare.recorded_differences)) and len(
-        compared.of_first_and_last(compare.device_differences)
-    )
+    assert len(compared.of_first_and_last(compare.recorded_differences))
+    assert len(compared.of_first_and_last(compare.device_differences))
 
 
 def write(folder: Path, name: str, events: list[dict[str, Any]]) -> str:

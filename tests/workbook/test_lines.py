@@ -3,6 +3,7 @@
 import json
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +247,8 @@ def test_tensors_that_workers_send_one_by_one_are_told() -> None:
     assert first.id == "data_generation"
     assert "In 40.0 ms of it tensors that workers send are put together" in first.evidence
     assert first.advice.startswith("Put samples together in the workers")
+    profile.meta["lines"]["paths"][0] = [(0, " started")]  # a DataLoader starts them again
+    assert listed(replace(profile, _known={}))[0].advice.startswith("Start workers once")
 
 
 @pytest.mark.parametrize(
