@@ -119,13 +119,14 @@ def bars(document: Mapping[str, Any]) -> go.Figure:
     ends = table["total_ms"] / base
     # behind the dotted line, which would cross them
     label_places = ends.clip(lower=1.0)
-    theme.add_ends(result, label_places, places, list(map(milliseconds, table["total_ms"])))
+    texts = list(map(milliseconds, table["total_ms"]))
+    theme.add_ends(result, label_places, places, texts)
     theme.add_headings(result, headings)
-    longest = float(ends.max()) if len(table) else 1.0
     theme.mark_one(result, 1.0, headings, max(places, default=0.0))
     result.update_layout(barmode="stack", bargap=0.25)
     result.update_xaxes(
-        title="time, our fused back end of the same case is 1", range=[0, 1.35 * longest]
+        title="time, our fused back end of the same case is 1",
+        range=theme.with_room(label_places, texts),
     )
     theme.label_rows(result, labels, places)
     return result

@@ -249,9 +249,9 @@ def times_bars(times: pd.DataFrame) -> go.Figure:
     )
     texts = list(map(milliseconds, times["end_to_end_ms"]))
     theme.add_ends(result, times["end_to_end_high_ms"], places, texts)
-    longest = float(times["end_to_end_high_ms"].max()) if len(times) else 1.0
+    room = theme.with_room(times["end_to_end_high_ms"], texts)
     result.update_layout(barmode="stack", bargap=0.25)
-    result.update_xaxes(title="ms per iteration, shorter is better", range=[0, 1.35 * longest])
+    result.update_xaxes(title="ms per iteration, shorter is better", range=room)
     theme.label_rows(result, [contestant_label(name) for name in times["contestant"]], places)
     theme.add_headings(result, groups)
     return result

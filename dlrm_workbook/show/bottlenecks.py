@@ -47,6 +47,7 @@ from dlrm_workbook.show.theme import (
     rows_of,
     short_name,
     stacked_iterations,
+    with_room,
     wrapped,
 )
 
@@ -392,8 +393,7 @@ def verdict_bars(stages: Sequence[Stage]) -> go.Figure | Text:
     unit = {"the step, as measured": "ms per iteration, without a profiler"}.get(
         names[0], "ms per iteration" if "step" in names[0] else f"ms of {names[0]}"
     )
-    room = 1.55 if len(stages) > 1 else 1.15  # texts of changes are longer than a time alone
-    result.update_xaxes(title=unit, range=[0, room * max(lengths)])
+    result.update_xaxes(title=unit, range=with_room(lengths, texts))
     label_rows(result, [lines_of(name, 46) for name in names])
     return result
 
@@ -480,8 +480,7 @@ def what_if_bars(table: pd.DataFrame, parts: pd.DataFrame) -> go.Figure | Text:
     mark_one(result, now)
     result.update_xaxes(
         title="ms for the samples of one iteration now, without a profiler",
-        # room for the texts, which are longer where they say how far a range reaches
-        range=[0, (1.65 if highest.max() > furthest else 1.35) * max(ends)],
+        range=with_room(ends, texts),
     )
     label_rows(result, [lines_of(name, 36) for name in names])
     return result

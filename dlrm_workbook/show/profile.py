@@ -139,9 +139,8 @@ def findings_text(
             f"**Advice.** {in_markdown(finding.advice)}",
         ]
         if finding.change:
-            set_to = ", ".join(f"`{name}: {value}`" for name, value in finding.change.items())
             options = " ".join(f"-p {name}={value}" for name, value in finding.change.items())
-            lines.append(f"**To change.** {set_to} (on the command line: `{options}`)")
+            lines.append(f"**To change.** `{options}`")
             if given:
                 lines.append(f"**To check.** `{compare_command(finding.change, given)}`")
         if timed := finding.timed_speedup:

@@ -23,6 +23,7 @@ from dlrm_workbook.show.theme import (
     DASHES,
     GRID,
     INK,
+    LETTER,
     OUTLINE,
     ROW,
     add_bars,
@@ -36,6 +37,7 @@ from dlrm_workbook.show.theme import (
     paled,
     rows_of,
     step_order,
+    with_room,
 )
 
 LABELLED_SHARE = 0.02
@@ -46,9 +48,6 @@ HEIGHT, PLOT_WIDTH = 560, 520
 
 ROOF = "roof"
 """Name of annotations along horizontal lines."""
-
-LETTER = 6.6
-"""Mean width of a letter of a label, in pixels."""
 
 Box = tuple[float, float, float, float]
 """Left, bottom, right, top, in pixels from the plot's lower left corner."""
@@ -330,9 +329,8 @@ def least_time_bars(table: pd.DataFrame) -> go.Figure:
     add_bars(result, shown["time_ms"], places, "", pale, hover, **behind)
     least = shown["ceiling_ms"].clip(upper=shown["time_ms"])
     add_bars(result, least, places, "", full, hover, cliponaxis=False)
-    longest = float(shown["time_ms"].max()) if len(shown) else 1.0
     result.update_layout(barmode="overlay")
-    result.update_xaxes(title="ms in a mean iteration", range=[0, 1.75 * longest])
+    result.update_xaxes(title="ms in a mean iteration", range=with_room(shown["time_ms"], texts))
     label_rows(result, labels)
     return result
 

@@ -284,12 +284,6 @@ def _missing(value: Any) -> bool:
     return value in (None, "", {}) or (isinstance(value, float) and math.isnan(value))
 
 
-def _counts(values: pd.Series) -> Texts:
-    if values.dropna().mod(1).eq(0).all():
-        return [known_or(value, whole) for value in values], False
-    return column(values), False
-
-
 def function_name(name: str, limit: int = 60) -> str:
     """A function in a few characters; C++'s unnamed namespaces say nothing."""
     return short_name(name.replace("(anonymous namespace)::", ""), limit)
@@ -383,7 +377,7 @@ FORMATS: dict[str, Formatter] = {
     "callers": _each(
         lambda path: " › ".join(short_name(name, 26) for name in path[-3:-1]) or NOTHING, words=True
     ),
-    "count": _counts,
+    "count": _each(lambda value: known_or(value, whole if value % 1 == 0 else digits)),
     "digits": _each(digits),
     "function": _each(lambda name: name if name.startswith("(") else function_name(name), True),
     "gain": _each(_gain),

@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import os
+import re
 import textwrap
 from base64 import b64decode, b64encode
 from collections import Counter
@@ -601,9 +602,7 @@ def ranked_bars(
     result = figure(title, 110 + row * max(len(labels), 3))
     behind: dict[str, Any] = {"text": list(texts), "textposition": "outside", "cliponaxis": False}
     add_bars(result, list(values), list(range(len(labels))), "", marker, hover, **behind)
-    # room for the text behind the longest bar
-    longest = max(values, default=0.0)
-    result.update_xaxes(title=unit, range=[0, 1.42 * longest if longest > 0 else 1])
+    result.update_xaxes(title=unit, range=with_room(values, texts))
     label_rows(result, labels)
     return result
 
@@ -683,6 +682,18 @@ def add_headings(target: go.Figure, groups: Iterable[tuple[float, str]]) -> None
         target.add_annotation(
             x=0, xref="paper", y=place, text=f"<b>{text}</b>", showarrow=False, xanchor="left"
         )
+
+
+LETTER, NARROWEST = 6.6, 400.0
+"""Mean width of a letter of a label, and the width of a plot on a phone, in pixels."""
+
+
+def with_room(ends: Iterable[float], texts: Iterable[str]) -> list[float]:
+    """The axis from 0 on which each text fits behind its end; a long one takes half of it."""
+    letters = (len(re.sub("<[^>]*>", "", text)) + 2 for text in texts)
+    room = (max(0.5, 1 - LETTER * count / NARROWEST) for count in letters)
+    reach = (end / share for end, share in zip(ends, room, strict=True) if end == end)
+    return [0.0, max(reach, default=0.0) or 1.0]
 
 
 def add_ends(

@@ -76,6 +76,7 @@ class View:
         tab: title of the tab, where the tables of several views stand in one place.
         most: rows that are shown at first.
         sort: column that a page's rows are sorted by, the largest first.
+        is_told: whether other outputs of a page say what the table does, which is folded there.
         needs: a measurement that an empty table without a reason lacks
             (:data:`dlrm_workbook.show.profile.HOW`).
     """
@@ -92,6 +93,7 @@ class View:
     tab: str = ""
     most: int = FIRST
     sort: str = ""
+    is_told: bool = False
     needs: str = ""
 
     @property
@@ -118,6 +120,7 @@ def outputs(report: Report, name: str) -> list[tuple[Any, dict[str, Any]]]:
         rows = table.sort_values(view.sort, ascending=False) if view.sort else table
         columns = TABLES.get(name)
         formatted = show(rows, columns, most=view.most, whole=whole, caption=view.title)
+        tags = {"tags": [*tags["tags"], *["detail"] * view.is_told]}
         shown.append((formatted, tags | ({"tab": view.tab} if view.tab else {})))
     return shown
 
@@ -283,10 +286,10 @@ VIEWS: dict[str, View] = {
         words=lambda report: about.findings_text(
             report.ranked_findings, report.source.options, report.source.folder
         ),
-        tags="summary",
+        tags="summary", is_told=True,
     ),
     "stages": View(
-        "All changes together", made=_steps, tags="open",
+        "All changes together", made=_steps, is_told=True,
         words=lambda report: draw(
             about.commands_text, verdict.commands(report.stages, report.source.options), ""
         ),
