@@ -159,8 +159,10 @@ def findings_text(
     return Text("\n\n".join(blocks))
 
 
-_TIMED = re.compile(r"(?:^|, )(?P<name>\S.*?) (?P<time>[\d.,]+ (?:ms|µs|s))(?=, |$)")
-"""A name with its time, in a list of such."""
+_TIMED = re.compile(
+    r"(?:^|, )(?P<name>\S.*?) (?P<time>[\d.,]+ (?:ms|µs|s))(?P<at> in [^,]+)?(?=, |$)"
+)
+"""A name with its time, in a list of such, and perhaps the part that it is in."""
 
 SHORT = 4
 """Words up to which what stands before a list is the label of its rows."""
@@ -173,7 +175,7 @@ def _evidence(text: str, of: str) -> list[str]:
     """Paragraphs of a finding's evidence: sentences, and a table of the times ``of`` something that
     they list."""
     sentences, rows = [], []
-    for sentence in re.split(r"(?<=\.) (?=[A-Z])", text):
+    for sentence in re.split(r"(?<=\.) (?=[A-Z`])", text):
         plain = sentence.removesuffix(".")
         lists = [(match["level"], match["list"]) for match in _PLACES.finditer(plain)]
         if not lists and ": " in plain:
@@ -187,8 +189,12 @@ def _evidence(text: str, of: str) -> list[str]:
             if not is_place and len(what.split()) > SHORT:
                 sentences.append(f"{what}.")
                 what = ""
-            rows += [(what.lower() if not is_place else what, *item.groups()) for item in items]
-    paragraphs = [f"**Evidence.** {in_markdown(' '.join(sentences))}"]
+            what = what if is_place else what.lower()
+            rows += [(what, item["name"] + (item["at"] or ""), item["time"]) for item in items]
+    calls = [sentence for sentence in sentences if sentence.startswith("`")]
+    calls *= len(calls) > 1
+    told = " ".join(sentence for sentence in sentences if sentence not in calls)
+    paragraphs = [f"**Evidence.** {in_markdown(told)}"]
     if rows:
         table = [f"| | | {of} |", "| --- | --- | ---: |"]
         before = ""
@@ -196,7 +202,7 @@ def _evidence(text: str, of: str) -> list[str]:
             table.append(f"| {what if what != before else ''} | {_cell(name)} | {time} |")
             before = what
         paragraphs.append("\n".join(table))
-    return paragraphs
+    return [*paragraphs, "\n".join(f"- {in_markdown(call)}" for call in calls)]
 
 
 def _cell(name: str) -> str:

@@ -808,7 +808,7 @@ def _host_meanwhile(evidence: Evidence, idle: pd.DataFrame, partly: bool) -> Mea
             f"{part_name(str(part[0]), str(part[1]))} {milliseconds(ms)}"
             for part, ms in zip(named.index[:3], named, strict=False)
         )
-        figures |= {"host": f"{places}. By function: {functions}", "explains": named.index[0]}
+        figures |= {"host": places, "explains": named.index[0]}
     of_step = total / evidence.total_ms if partly else None
     if place := _in_title(by_name / total, named / total, of_step):
         figures["meanwhile"] = place

@@ -273,7 +273,8 @@ def layout_copies(evidence: Evidence, ledger: Causes) -> Measured | None:
     title="Pointwise operators take {share:.0%} of the step",
     evidence=(
         "Each reads its operands from memory and writes its result back: {time:ms} per iteration "
-        "in {launches:count} launches of {kinds} kernels, most in {names}.",
+        "in {launches:count} launches of {kinds} kernels.",
+        "Largest kernels: {names}.",
         "{pace}",
     ),
     advice="Fuse them, so that values stay in registers from one to the next: compile the model "
@@ -314,7 +315,7 @@ def _work_of(
         "launches": float(chosen["launches"].sum()) / iteration_count(evidence.profile),
         "kinds": kinds,
         "pace": evidence.pace_of(str(chosen.loc[chosen["ms"].idxmax(), "kernel"])),
-        "names": ", ".join(f"{name} ({milliseconds(ms)})" for name, ms in by_kernel[:3].items()),
+        "names": listed_times(by_kernel[:3]),
         "by": operators[0] if len(operators) else by_kernel.index[0],
         "pieces": pieces,
         "speedup": bounded(time / evidence.total_ms),
@@ -492,7 +493,7 @@ def largest_kernels(evidence: Evidence, ledger: Causes) -> Measured | None:
     if are_products:
         what, chosen = _products(products), products
     time, longest = float(chosen["ms"].sum()), chosen["kernel"][:3].astype(str)
-    names = chosen["short_name"].astype(str).to_list()
+    names = [f"`{name}`" if ", " in name else name for name in chosen["short_name"].astype(str)]
     at = [part_name(*part) if part[0] != "other" else "" for part in chosen[PART].to_numpy()]
     rows = zip(chosen["short_name"], map(milliseconds, chosen["ms"]), at, strict=True)
     listed = [f"{name} {ms}{part and f' in {part}'}" for name, ms, part in rows]
