@@ -414,16 +414,22 @@ def recorded_parts(profile: Profile) -> pd.DataFrame:
     return in_step_order(table.reset_index())
 
 
+NO_GPU = "work of a GPU was not recorded in both"
+
+
 def recorded_differences(before: Profile, after: Profile) -> pd.DataFrame:
     """Two recordings part by part, as :func:`recorded_parts`: ``device_ms_before``, ...
 
-    A part that only one recording has counts as 0 in the other, if that measured the like.
+    A part that only one recording has counts as 0 in the other, if that measured the like. Empty,
+    with the reason, where neither has work of a GPU: the step's parts say the same then.
     """
+    ordered = [f"{name}_{side}" for name in RECORDED_COLUMNS for side in ("before", "after")]
+    if not (before.has("gpu_time_ms") or after.has("gpu_time_ms")):
+        return unmeasured([*PART, *ordered], NO_GPU)
     one, other = (recorded_parts(profile).set_index(PART) for profile in (before, after))
     table = one.add_suffix("_before").join(other.add_suffix("_after"), how="outer")
     measured = table.columns[table.notna().any()]
     table[measured] = table[measured].fillna(0.0)
-    ordered = [f"{name}_{side}" for name in RECORDED_COLUMNS for side in ("before", "after")]
     return in_step_order(table[ordered].reset_index())
 
 
@@ -435,7 +441,7 @@ def device_differences(before: Profile, after: Profile) -> pd.DataFrame:
     """
     if not (before.has("gpu_time_ms") and after.has("gpu_time_ms")):
         columns = ["operator", *PART, "before_ms", "after_ms", "difference_ms"]
-        return unmeasured(columns, "one of the recordings has no GPU work")
+        return unmeasured(columns, NO_GPU)
     keys = ["operator", *PART]
     table = _by_operator(before).merge(
         _by_operator(after), on=keys, how="outer", suffixes=("_before", "_after")

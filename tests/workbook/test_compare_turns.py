@@ -168,6 +168,9 @@ def test_the_quality_of_rounds_is_a_sentence(tmp_path: Path, rounds: int, words:
     compared._judge_runs()
     assert compared.qualities["the rounds in turns"]["sentence"].startswith(words)
     assert "not quiet" not in compared.qualities["the rounds in turns"]["sentence"]
+    compared.qualities["change"] = {"level": "red", "sentence": "Do not use its parts."}
+    assert compared.quality["level"] == "amber"  # the speed-up does not rest on profiles
+    assert "the prediction: 1 of 1 run is in doubt. change: do not" in compared.quality["sentence"]
     slow = next(run for run in compared.runs if run.setting == "change")
     slow.iteration_ms[:] = [3 * time for time in slow.iteration_ms]
     compared._judge_runs()

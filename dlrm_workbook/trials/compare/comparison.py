@@ -151,6 +151,9 @@ class Outcome:
         }
 
 
+TURNS = "the rounds in turns"
+"""Name of what they are good for, beside that of each profile."""
+
 SCATTERED = 1.5
 """Times between the ratios of two rounds from which on the machine was not quiet."""
 
@@ -246,8 +249,19 @@ class Comparison:
 
     @property
     def quality(self) -> dict[str, str]:
-        """What the runs are good for, see :func:`~.analysis.quality.quality_of_runs`."""
-        return quality_of_runs(self.qualities) if self.qualities else {}
+        """What the runs are good for, see :func:`~.analysis.quality.quality_of_runs`: rounds in
+        turns, which the profiles' doubts do not concern, and then what the profiles are."""
+        profiles = dict(self.qualities)
+        turns = profiles.pop(TURNS, None)
+        said = quality_of_runs(profiles) if profiles else {}
+        if not turns or not said:
+            return turns or said
+        if said["level"] == "green":
+            return turns
+        level = max(turns["level"], "amber", key=list(GOOD_FOR).index)
+        of_turns = f"{turns['sentence'][:1].lower()}{turns['sentence'][1:]}"
+        sentence = f"The speed-up: {of_turns} Its parts and the prediction: {said['sentence']}"
+        return {"level": level, "sentence": sentence}
 
     @property
     def sameness(self) -> str:
@@ -374,11 +388,11 @@ class Comparison:
                 ends = f"{ratio(low[worst])} the time of {times.columns[0]}, in another "
                 ends += ratio(high[worst])
                 sentence += f" In one round {worst} took {ends}: the machine was not quiet."
-            self.qualities["the rounds in turns"] = {"level": level, "sentence": sentence}
+            self.qualities[TURNS] = {"level": level, "sentence": sentence}
         levels = list(GOOD_FOR)
         for outcome in self.outcomes:
             # rounds in turns are measured without the profiles, whose doubts are not theirs
-            pair = ("the rounds in turns",) if rounds else (outcome.before, outcome.after)
+            pair = (TURNS,) if rounds else (outcome.before, outcome.after)
             said_of = {name: self.qualities[name] for name in pair if name in self.qualities}
             found = [said["level"] for said in said_of.values()]
             outcome.quality = max(found, key=levels.index, default="")

@@ -130,7 +130,8 @@ def sweep_verdict(summary: pd.DataFrame, failures: str) -> Text:
     done = done.drop(index=unreliable.index)
     if len(unreliable):
         names = ", ".join(short_setting(str(label)) for label in unreliable["label"])
-        lines.append(f"Unreliable, and not counted below: {names}.")
+        which = f"Unreliable, and not counted below: {names}."
+        lines.append(which if len(done) else "All are unreliable: measure again.")
     timed = done[done["samples_per_second"].notna()]
     if len(timed) > 1:
         ranked = timed.astype({"samples_per_second": float}).sort_values("samples_per_second")
