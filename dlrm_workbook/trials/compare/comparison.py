@@ -172,6 +172,7 @@ class Comparison:
         self.runs: list[TimedRun] = []
         self.times = unmeasured([], FINISHED)
         self.notices: list[str] = []
+        self.apart = False  # whether a notice tells the GPU's work and the step apart
         self.qualities: dict[str, dict[str, str]] = {}
         """Name of a profile to what it is good for, see :func:`~.analysis.quality.quality`."""
         self.per = "per iteration"
@@ -291,13 +292,14 @@ class Comparison:
         text = (
             f"The GPU's own work: {milliseconds(before)} before and {milliseconds(after)} after "
             f"{self.per}, {ratio(after / before)} the time (durations of kernels and copies, added "
-            "up; how much of that is chance is not known)"
-        )
+            "up; how much of that is chance is not known). "
+        ) * (not self.apart)  # else its times are told beside the step's
         if len(work):
             row = work.iloc[0]
             ends = f"{milliseconds(row['before_ms'])} to {milliseconds(row['after_ms'])}"
-            text += f". It changed most in `{in_markdown(str(row['operator']))}`: {ends}"
-        return f"{text}."
+            what = "The GPU's work" if self.apart else "It"
+            text += f"{what} changed most in `{in_markdown(str(row['operator']))}`: {ends}."
+        return text.strip()
 
     def other_times(self) -> pd.DataFrame:
         """The step before the change, and that of each profile, which ran at another time.
@@ -743,6 +745,7 @@ class RunsComparison(Comparison):
             doubt = self._doubt(before, profile)
             if not doubt and (apart := work_against_step(before, profile)):
                 self.notices.append(apart)
+                self.apart = True
             self.outcomes.append(
                 Outcome(
                     labels[0],

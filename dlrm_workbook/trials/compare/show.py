@@ -33,6 +33,9 @@ ENDS = ("mid", "low", "high")
 LABEL = 0.4
 """Room for the text beside a bar, as a share of the longest one."""
 
+FAR = math.log(1.2)
+"""From here on the middle of a range that holds 1 is told: steps are told apart there."""
+
 TWICE = 1.0
 """A difference of this many doublings has the full colour."""
 
@@ -274,7 +277,9 @@ def _judgement(outcome: Outcome, comparison: Comparison) -> str:
         text = f"**{what}: {gain}**, without repetitions to say how sure"
     elif measured.contains(1.0):
         anywhere = from_to(measured.low, measured.high, ratio)
-        text = f"**{what}: no difference shown**, the speed-up lies anywhere from {anywhere}"
+        middle, far = faster(measured.mid, math.nan, math.nan), abs(math.log(measured.mid))
+        shown = f"{middle}, which scatter hides" if far > FAR else "no difference shown"
+        text = f"**{what}: {shown}**, the speed-up lies anywhere from {anywhere}"
     else:
         saved = 1 - 1 / measured.mid
         text = f"**{what}: {gain}**, {percent(abs(saved))} {'less' if saved > 0 else 'more'} time"
