@@ -29,6 +29,7 @@ from dlrm_workbook.show.theme import (
     TREE_NAME,
     add_bars,
     add_ends,
+    add_legend_lines,
     add_part_spans,
     add_points,
     add_spans,
@@ -308,8 +309,6 @@ def memory_line(curve: pd.DataFrame) -> go.Figure:
 MODULE_KEYS = 4
 """Parts named by modules in the legend of steps: those that take most. The others have long names
 too, which a pointer shows."""
-MODULE_KEYS_HEIGHT = 48
-"""Pixels of two more lines of the legend, which their names take."""
 
 LEAST_KEYED, LEAST_WRITTEN = 0.01, 0.1
 """Share of the longest step from which on a part is in the legend, and has its time in its bar."""
@@ -375,10 +374,7 @@ def verdict_bars(stages: Sequence[Stage]) -> go.Figure | Text:
     if len(stages) == 1:
         title = f"What {names[0].partition(',')[0]} is made of"
     # a legend of two lines must leave room for a lone bar
-    height = VERDICT_FRAME + VERDICT_ROW * max(len(stages), 2)
-    if set(stages[0].parts["component"]) - {*COLOURS, IDLE, UNTIMED}:
-        height += MODULE_KEYS_HEIGHT
-    result = figure(title, height, legend=True)
+    result = figure(title, VERDICT_FRAME + VERDICT_ROW * max(len(stages), 2), legend=True)
     _add_steps(result, names, pd.concat([_drawn(s, stages).assign(step=s.name) for s in stages]))
     lengths = [stage.mid_ms if stage.mid_ms == stage.mid_ms else 0.0 for stage in stages]
     texts = [f"<b>{milliseconds(first)}</b>"] + [_end_of(stage, first) for stage in stages[1:]]
@@ -389,7 +385,8 @@ def verdict_bars(stages: Sequence[Stage]) -> go.Figure | Text:
         tick = {"color": INK, "size": 16, "symbol": "line-ns", "line": {"width": 3, "color": INK}}
         hover = [f"{plotly_text(s.name)}<br>limit: {milliseconds(s.limit_ms)}" for _, s in limited]
         ends = [one.limit_ms for _, one in limited], [at for at, _ in limited]
-        add_points(result, *ends, "hardware limit of the row", hover, marker=tick)
+        add_points(result, *ends, "hardware limit", hover, marker=tick)
+    add_legend_lines(result)
     unit = {"the step, as measured": "ms per iteration, without a profiler"}.get(
         names[0], "ms per iteration" if "step" in names[0] else f"ms of {names[0]}"
     )

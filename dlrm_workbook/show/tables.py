@@ -408,6 +408,7 @@ FORMATS: dict[str, Formatter] = {
     "shapes": _each(_shapes, words=True),
     "share": _each(percent),
     "share_range": _range(percent),
+    "some": _each(lambda share: percent(share) if share < 1.0 else NOTHING),
     "signed": lambda values: (signed(values), False),
     "signed_digits": each_row(lambda ms: known_or(ms, signed_digits)),
     "signed_range": _range(signed_digits),

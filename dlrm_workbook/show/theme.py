@@ -214,6 +214,13 @@ def _compact(value: Any) -> Any:
     return value
 
 
+LETTER, NARROWEST = 6.6, 400.0
+"""Mean width of a letter of a label, and the width of a plot on a phone, in pixels."""
+
+KEY_WIDTH, LEGEND_WIDTH, LEGEND_LINE = 50, 620, 20
+"""Width of what stands beside a name in a legend, width of all, and height of a line, in pixels."""
+
+
 def figure(title: str, height: int, *, legend: bool = False) -> Figure:
     """An empty figure in the common look; a legend goes below the plot."""
     result = Figure()
@@ -222,6 +229,16 @@ def figure(title: str, height: int, *, legend: bool = False) -> Figure:
         below = {"y": 0, "yref": "container", "yanchor": "bottom"}
         result.update_layout(legend={"orientation": "h", "x": 0, "xanchor": "left", **below})
     return result
+
+
+def add_legend_lines(target: go.Figure) -> None:
+    """Make a figure higher by the lines of its legend below the first: names that one line does
+    not hold stand in columns, each as wide as the widest."""
+    names = [trace.name or "" for trace in target.data if trace.showlegend is not False]
+    widths = [KEY_WIDTH + LETTER * len(name) for name in names]
+    if sum(widths) > LEGEND_WIDTH:
+        lines = math.ceil(len(names) / max(1, LEGEND_WIDTH // max(widths)))
+        target.update_layout(height=target.layout.height + LEGEND_LINE * (lines - 1))
 
 
 def marker(component: str, phase: str = "") -> dict[str, Any]:
@@ -682,10 +699,6 @@ def add_headings(target: go.Figure, groups: Iterable[tuple[float, str]]) -> None
         target.add_annotation(
             x=0, xref="paper", y=place, text=f"<b>{text}</b>", showarrow=False, xanchor="left"
         )
-
-
-LETTER, NARROWEST = 6.6, 400.0
-"""Mean width of a letter of a label, and the width of a plot on a phone, in pixels."""
 
 
 def with_room(ends: Iterable[float], texts: Iterable[str]) -> list[float]:
