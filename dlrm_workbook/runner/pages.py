@@ -93,7 +93,7 @@ REASON = re.compile(r"\*?Not measured\b")
 INDEX = "../../index.html"
 """Address of the list of all runs as seen from a page, if there is one."""
 STOPPED = "The run ended before this."
-BRIEF = ("parameters", "started", "took", "recorded on", "machine")
+BRIEF = ("parameters", "started", "notebook took", "recorded on", "machine")
 """Facts of a run that every reader sees in the masthead; the others stand at the page's end."""
 NOTABLE_SECONDS = 0.1  # cells that took less do not say how long
 
@@ -178,7 +178,7 @@ def run_facts(run: Mapping[str, Any]) -> list[tuple[str, str]]:
         started = datetime.fromisoformat(run["started"])
         facts.append(("started", f"{started:%Y-%m-%d %H:%M:%S %Z}".strip()))
     if run.get("seconds"):
-        facts.append(("took", duration(run["seconds"])))
+        facts.append(("notebook took", duration(run["seconds"])))
     if recording is not None:  # made elsewhere, maybe: this machine only analysed it
         told = machine_text(recording.get("machine") or {}, str(recording.get("device") or ""))
         facts.append(("recorded on", told or "a machine that the recording does not name"))
