@@ -137,7 +137,7 @@ def run_notebooks(
     else:
         preset = recording_name(names, typed_own)
     plan.check(parameters)
-    typed = shlex.join(command or sys.argv)
+    typed = shlex.join(as_typed(command or sys.argv, parameters.profiling.command))
     done: dict[str, RunFolder] = {}
     try:
         with closed_by_signals(done.values()):
@@ -207,6 +207,12 @@ def link_pages(done: Mapping[str, RunFolder]) -> None:
         render_html(folder.ipynb, folder.html, run=folder.record)
 
 
+def as_typed(words: Sequence[str], command: Sequence[str]) -> list[str]:
+    """The words of ``dlrm run``, with a program's command behind ``--``, where its users have it."""
+    is_given = words[-1].startswith("profiling.command=")
+    return [*words[:-2], "--", *command] if is_given else [*words]
+
+
 def command_name(command: Sequence[str]) -> str:
     """Name of the runs that measure a command without a parameters file: its script's."""
     scripts = (Path(word).stem for word in command if word.endswith((".py", ".sh")))
@@ -220,13 +226,14 @@ def recording_name(names: Sequence[str], own: Mapping[str, Any]) -> str:
     Raises:
         InputError: no recording or result is given, or a notebook measures: that needs parameters.
     """
-    given = (own.get(key) for key in ("profile_run", "results", "sweep_folder"))
+    given = (own.get(key) for key in ("profile_run", "results", "sweep_folder", "record"))
     places = own.get("runs") or [next(filter(None, given), None)]
     if not all(places) or any(name in CHAIN[:2] for name in names):
         raise InputError(
             f"dlrm run {' '.join(names)} needs a parameters file (-f FILE); only what is "
             "already measured is shown without one (-p profile_run=PATH, -p 'runs=[PATH, PATH]' "
-            "for compare, -p results=FILE for benchmark, -p sweep_folder=FOLDER for sweep)"
+            "for compare, -p results=FILE for benchmark, -p record=FILE for scaling, "
+            "-p sweep_folder=FOLDER for sweep)"
         )
     endings = re.compile(r"(\.(d|json|gz|tar|tgz|zip|trace|pt))+$")
     stems = [endings.sub("", Path(str(place)).name) for place in places]

@@ -36,7 +36,7 @@ from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch import recorder, session
 from dlrm_workbook.recordings.torch.modules import group_names
 from dlrm_workbook.recordings.torch.recorder import record_workload
-from dlrm_workbook.runner.run import Plan
+from dlrm_workbook.runner.run import Plan, as_typed
 
 PROGRAM = Path(foreign_program.__file__)
 
@@ -325,6 +325,7 @@ def test_what_follows_two_dashes_is_the_command(tmp_path: Path) -> None:
     section = load_parameters(file, [words[-1]]).profiling
     assert section.command == ("python", "train.py", "--name=a b", "--", "x")
     assert section.command_folder == str(Path.cwd())
+    assert as_typed(words, section.command) == given and as_typed(given, ()) == given
     assert with_command(["train", "--", "x"]) == ["train", "--", "x"]
 
 
