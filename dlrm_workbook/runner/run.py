@@ -208,7 +208,7 @@ def link_pages(done: Mapping[str, RunFolder]) -> None:
 
 
 def as_typed(words: Sequence[str], command: Sequence[str]) -> list[str]:
-    """The words of ``dlrm run``, with a program's command behind ``--``, where its users have it."""
+    """The words of ``dlrm run``, a program's command behind ``--``, as it was typed."""
     is_given = words[-1].startswith("profiling.command=")
     return [*words[:-2], "--", *command] if is_given else [*words]
 
