@@ -100,7 +100,7 @@ def findings_text(findings: Sequence[Finding], record: ScalingRecord) -> Text:
     if not findings:
         if record.parts.empty:
             why = in_markdown(record.reasons.get("parts"))
-            return Text(f"Nothing was measured on several ranks: {why}.")
+            return Text(f"Parts of ranks were {NOT_MEASURED}: {why}.")
         if not (record.runs["ranks"] > 1).any():
             return Text("Nothing was measured on several ranks: one was asked for.")
         return Text(
@@ -120,12 +120,12 @@ def findings_text(findings: Sequence[Finding], record: ScalingRecord) -> Text:
 
 
 def not_measured_text(reasons: Mapping[str, str]) -> Text:
-    """What this page lacks, and why; nothing where it lacks nothing."""
-    if not reasons:
-        return Text("")
-    return Text(
-        "\n".join(f"- {name}: {NOT_MEASURED}: {in_markdown(why)}" for name, why in reasons.items())
-    )
+    """What this page lacks, by the reasons; nothing where it lacks nothing."""
+    lacking: dict[str, list[str]] = {}
+    for name, why in reasons.items():
+        lacking.setdefault(in_markdown(why), []).append(name.replace("_", " "))
+    lines = [f"- {', '.join(names)}: {NOT_MEASURED}: {why}" for why, names in lacking.items()]
+    return Text("\n".join(lines))
 
 
 def launch_text(lines: Mapping[str, Any]) -> Text:

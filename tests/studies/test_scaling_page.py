@@ -140,8 +140,8 @@ def test_without_torchrec_one_process_is_timed_and_the_rest_said(tmp_path, monke
     assert found.link is None and found.link_check is None
     assert found.predicted("strong", COUNTS)["mid_ms"].notna().all()
     text = tables.not_measured_text(found.record.reasons).markdown
-    assert "link_probe: not measured: training on several ranks needs torchrec" in text
-    assert "Nothing was measured on several ranks" in (
+    assert "link probe: not measured: training on several ranks needs torchrec" in text
+    assert "Parts of ranks were not measured" in (
         tables.findings_text(found.findings(), found.record).markdown
     )
     # what was measured is there for another page

@@ -146,7 +146,7 @@ def _summary_of(document: Mapping[str, Any], where: str) -> ScalingRecord:
         raise InputError(f"{where} is no summary of {FORMAT}") from None
     runs = checked.head(base)
     times = runs[["run", "measured_ms"]].rename(columns={"measured_ms": "time_ms"})
-    why = f"{where} is a summary of {len(document['cases'])} configurations, without it"
+    why = f"{where} is a summary of {len(document['cases'])} configurations, without them"
     record = record_of(
         {
             "runs": runs[["run", "ranks", "batch_size", "sharding"]].to_dict("records"),
