@@ -25,6 +25,7 @@ from dlrm_workbook.show.theme import (
     INK,
     LETTER,
     OUTLINE,
+    PLOT_WIDTH,
     ROW,
     add_bars,
     add_points,
@@ -43,8 +44,8 @@ from dlrm_workbook.show.theme import (
 LABELLED_SHARE = 0.02
 """Parts that hold less of the step have no label in the chart, only hover text."""
 
-HEIGHT, PLOT_WIDTH = 560, 520
-"""Pixels of the chart, and of its plot in a narrow window, by which labels are placed."""
+HEIGHT = 560
+"""Pixels of the chart, by which labels are placed."""
 
 ROOF = "roof"
 """Name of annotations along horizontal lines."""

@@ -214,8 +214,8 @@ def _compact(value: Any) -> Any:
     return value
 
 
-LETTER, NARROWEST = 6.6, 400.0
-"""Mean width of a letter of a label, and the width of a plot on a phone, in pixels."""
+LETTER, PLOT_WIDTH = 6.6, 520.0
+"""Mean width of a letter of a label, and that of a plot in a narrow window, in pixels."""
 
 KEY_WIDTH, LEGEND_WIDTH, LEGEND_LINE = 50, 620, 20
 """Width of what stands beside a name in a legend, width of all, and height of a line, in pixels."""
@@ -704,7 +704,7 @@ def add_headings(target: go.Figure, groups: Iterable[tuple[float, str]]) -> None
 def with_room(ends: Iterable[float], texts: Iterable[str]) -> list[float]:
     """The axis from 0 on which each text fits behind its end; a long one takes half of it."""
     letters = (len(re.sub("<[^>]*>", "", text)) + 2 for text in texts)
-    room = (max(0.5, 1 - LETTER * count / NARROWEST) for count in letters)
+    room = (max(0.5, 1 - LETTER * count / PLOT_WIDTH) for count in letters)
     reach = (end / share for end, share in zip(ends, room, strict=True) if end == end)
     return [0.0, max(reach, default=0.0) or 1.0]
 

@@ -223,8 +223,8 @@
         const box = text.getBoundingClientRect();
         if (box.right <= most || box.left <= left) continue;
         const rest = (most - box.width - left) / (most - left);
-        // a text that never fits must not press all bars flat
-        const room = (rest > 0.05 ? rest : 0.25) * (most - left);
+        // a text that hardly fits must not press all bars flat
+        const room = Math.max(rest, 0.25) * (most - left);
         factor = Math.max(factor, (box.left - left) / room);
       }
       if (factor <= 1.001) return;
