@@ -48,7 +48,8 @@ def counter_table(profile: Profile) -> pd.DataFrame:
     for row in order:
         short, count = kernel_name(row["kernel"]).short, row["ranges"]
         rows.append((short, "", row["counter"], count, row["sum"] / count, np.nan))
-    return pd.DataFrame(rows, columns=COUNTERS) if rows else unmeasured(COUNTERS, NO_COUNTERS)
+    reason = profile.not_measured.get("gpu_time_ms", NO_COUNTERS)
+    return pd.DataFrame(rows, columns=COUNTERS) if rows else unmeasured(COUNTERS, reason)
 
 
 def counter_curves(profile: Profile) -> pd.DataFrame:
