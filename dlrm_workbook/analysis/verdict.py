@@ -406,8 +406,7 @@ def _whole(time_ms: float) -> pd.DataFrame:
 
 
 def _lowest(parts: pd.DataFrame | None) -> pd.DataFrame:
-    """The least time that the machine allows, as :attr:`Stage.least`. ``parts`` has ``component``,
-    ``phase``, ``time_ms``, ``ceiling_ms``, ``limit``."""
+    """The least time that the machine allows, as :attr:`Stage.least`, of ``roofline``'s columns."""
     if parts is None or parts.empty or not least_step(parts)["least_ms"]:
         return pd.DataFrame()
     # as in least_step, no part takes longer than it was measured to take
@@ -480,7 +479,8 @@ def verdict_text(
 ) -> str:
     """The headline of a profile; :func:`quality` says what its times are good for."""
     limit_sentence = limit(profile, attribution, findings[0].title if findings else "")
-    texts = [headline(findings, way, limit_sentence), in_markdown(tried_sentence(profile))]
+    sheet = (profile.meta.get("ceilings") or {}).get("source") == DATA_SHEET
+    texts = [headline(findings, way, limit_sentence, sheet), in_markdown(tried_sentence(profile))]
     return "\n\n".join(filter(None, texts))
 
 
@@ -493,15 +493,16 @@ def step_headline(profile: Profile, attribution: pd.DataFrame) -> str:
     return f"**A step takes {milliseconds(step.ms)}**, {in_markdown(step.source)}. {largest}"
 
 
-def headline(findings: Sequence[Finding], way: Sequence[Stage], limit_sentence: str) -> str:
-    """The verdict in a few sentences of Markdown: what limits, what to change, what it brings.
-    ``findings`` are worst first, ``way`` is what :func:`stages` gives, ``limit_sentence`` what
-    :func:`dlrm_workbook.analysis.findings.limit` gives."""
-    hardware = ""
+def headline(
+    findings: Sequence[Finding], way: Sequence[Stage], limit_sentence: str, sheet: bool = False
+) -> str:
+    """The verdict in a few sentences of Markdown: what limits, what to change, what it brings; of
+    worst findings first, :func:`stages`, and :func:`dlrm_workbook.analysis.findings.limit`."""
+    hardware, rates = "", "of the GPU's data sheet" if sheet else "measured on this machine"
     if way and len(way[0].least):
         hardware = (
             "Hardware limit as configured, of the model's arithmetic and memory traffic alone at "
-            f"rates measured on this machine: {milliseconds(way[0].limit_ms)}"
+            f"rates {rates}: {milliseconds(way[0].limit_ms)}"
         )
         for last in [stage for stage in way if stage.on_the_way][-1:]:
             changed = milliseconds(last.limit_ms) if len(last.least) else "not known"

@@ -148,6 +148,7 @@ def test_a_model_that_is_named_gives_a_recording_without_shapes_its_limits() -> 
     assert backward["share_of_ceiling"] == pytest.approx(0.887, abs=0.01)
     assert "less time was recorded" in table.loc[("top_mlp", "forward"), "ceiling"]
     assert 0 < table.loc[("optimizer", "update"), "share_of_ceiling"] < 1
+    assert "data sheet allows" in report.headline and "this machine" not in report.headline
 
 
 def test_the_experiments_host_makes_data() -> None:

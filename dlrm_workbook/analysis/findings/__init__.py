@@ -57,6 +57,7 @@ from dlrm_workbook.analysis.findings.where import part_name
 from dlrm_workbook.analysis.kernel_names import kernel_family
 from dlrm_workbook.analysis.lanes import MOST_LANES
 from dlrm_workbook.analysis.lines import by_role
+from dlrm_workbook.analysis.roofline import BY_SHEET
 from dlrm_workbook.ground.units import milliseconds, percent
 from dlrm_workbook.recordings.foreign import START_UP
 from dlrm_workbook.recordings.profile import Profile
@@ -439,10 +440,10 @@ def _reached(evidence: Evidence, component: str, phase: str) -> str:
         "here",
         "random rows": "random rows of its tables reach here",
         "memory bandwidth": "this machine's memory gives",
-        "dispatch": "calling its operators allows",
-        "launches": "calling its operators allows",
+        **dict.fromkeys(("dispatch", "launches"), "calling its operators allows"),
     }
-    what = ceilings.get(limit, "this machine allows")
+    by_sheet = row["ceiling"].str.endswith(BY_SHEET).iloc[0]
+    what = "its data sheet allows" if by_sheet else ceilings.get(limit, "this machine allows")
     return f", at {percent(row['share_of_ceiling'].iloc[0])} of what {what}: {limit}"
 
 
