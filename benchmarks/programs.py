@@ -46,6 +46,7 @@ HALVES = (
     "masked",
     "shrouded",
     "mantled",
+    "curtained",
 )
 TIMED, COPIES = 30, 2
 """Iterations of a turn (faults that come now and then have periods that divide it), and processes
