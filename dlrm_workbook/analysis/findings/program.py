@@ -312,7 +312,7 @@ half."""
 
 @rule(
     "empty_products",
-    title="Products with zeros take {share:.0%} of each step: {zeros:.0%} of the operand of {name} "
+    title="Products with zeros take {share:.0%} of each step: {zeros:.1%} of the operand of {name} "
     "are zeros",
     evidence=(
         "At {at} it gets {rows:,} rows of {inputs:,} numbers each.",
@@ -338,7 +338,7 @@ def empty_products(evidence: Evidence, ledger: Causes) -> Measured | None:
     return {
         "share": time * float(products["lost"].sum()) / evidence.total_ms,
         "name": f"`{worst['name']}`",
-        "zeros": float(worst["zeros"]),
+        "zeros": math.floor(1000 * worst["zeros"]) / 1000,  # what is not empty is not called so
         "rows": int(worst["rows"]),
         "inputs": int(worst["inputs"]),
         "at": line_name(worst),
