@@ -18,7 +18,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from dlrm_core.data.files.sources import (
     open_source,
     refuse,
 )
-from dlrm_core.data.files.spec import FILE_NAME, MOST_SPEC_BYTES, ColumnFile, FeatureSpec, read_spec
+from dlrm_core.data.files.spec import FILE_NAME, MOST_SPEC_BYTES, FeatureSpec, read_spec
 from dlrm_workbook.datasets.resumable import (
     OpenFiles,
     Workplace,
@@ -296,68 +296,55 @@ class _DenseLaw:
         return np.maximum(np.expm1(np.minimum(features, 700.0)) - (self.offset - 1), 0.0)
 
 
-@dataclass(frozen=True)
-class SplitFile:
-    """A file of a split: one value or several a sample, all of a type.
-
-    Attributes:
-        kind: 'label', 'dense', 'table' or, of terabyte, 'all'.
-        law: how features and counts belong together.
-        counts: whether dense values in it are counts.
-        table: number of the table.
-        rows: that the table has in the new data set; None: nothing says.
-    """
-
-    path: str
-    kind: str
-    dtype: np.dtype
-    law: _DenseLaw
-    counts: bool = True
-    table: int = 0
-    rows: int | None = None
+Written = Callable[[Block], tuple[np.ndarray, int]]
+"""The values that a block puts into a file, and how many of them lost digits."""
 
 
 def _files(
     layout: str, part: SplitRange, spec: FeatureSpec | None, folder: Path, law: _DenseLaw
-) -> list[SplitFile]:
+) -> dict[str, Written]:
+    """Files of a split, within ``folder``, each with what it holds of a block."""
+    split, name = part.split, part.name
 
-    def path_of(file: ColumnFile) -> str:
-        return str(file.path.relative_to(folder))
+    def labels(dtype: np.dtype) -> Written:
+        return lambda block: (block.labels.astype(dtype), 0)
+
+    def dense(dtype: np.dtype, counts: bool = True) -> Written:
+        return lambda block: _dense(block, split, law, dtype, counts)
+
+    def rows(table: int, dtype: np.dtype, most: int | None = None) -> Written:
+        return lambda block: (_rows(block, split, table, most).astype(dtype), 0)
 
     int32, float32 = np.dtype("<i4"), np.dtype("<f4")
     if layout == "terabyte":
-        return [SplitFile(f"terabyte_processed_{part.name}.bin", "all", int32, law)]
+        return {f"terabyte_processed_{name}.bin": lambda block: _samples(block, split, law, int32)}
     if spec is None:
-        outputs = [SplitFile(f"{part.name}/label.bin", "label", float32, law)]
-        if part.split.dense:
-            outputs.append(SplitFile(f"{part.name}/numerical.bin", "dense", float32, law))
-        for t in range(len(part.split.tables)):
-            outputs.append(SplitFile(f"{part.name}/cat_{t}.bin", "table", int32, law, table=t))
-        return outputs
-    files = spec.splits[part.name]
+        outputs = {f"{name}/label.bin": labels(float32)}
+        if split.dense:
+            outputs[f"{name}/numerical.bin"] = dense(float32)
+        return outputs | {f"{name}/cat_{t}.bin": rows(t, int32) for t in range(len(split.tables))}
+    files = spec.splits[name]
     label = np.dtype(np.uint8) if files.label.dtype == bool else files.label.dtype
-    outputs = [SplitFile(path_of(files.label), "label", label, law)]
+    written = [(files.label, labels(label))]
     if files.numerical is not None:
-        dtype = files.numerical.dtype
-        outputs.append(SplitFile(path_of(files.numerical), "dense", dtype, law, counts=False))
-    for t, file in enumerate(files.tables):
-        path = path_of(file)
-        outputs.append(SplitFile(path, "table", file.dtype, law, table=t, rows=file.rows))
-    if len({output.path for output in outputs}) < len(outputs):
-        raise InputError(f"{folder / FILE_NAME}: two features of {part.name} have the same file")
+        written.append((files.numerical, dense(files.numerical.dtype, counts=False)))
+    written += [(file, rows(t, file.dtype, file.rows)) for t, file in enumerate(files.tables)]
+    outputs = {str(file.path.relative_to(folder)): values for file, values in written}
+    if len(outputs) < len(written):
+        raise InputError(f"{folder / FILE_NAME}: two features of {name} have the same file")
     return outputs
 
 
 def _write_files(
-    place: Workplace, part: SplitRange, outputs: list[SplitFile], done: dict[str, Any], bar: Bar
+    place: Workplace, part: SplitRange, outputs: dict[str, Written], done: dict[str, Any], bar: Bar
 ) -> None:
-    with OpenFiles(place, place.folder, [output.path for output in outputs]) as files:
+    with OpenFiles(place, place.folder, outputs) as files:
         for block in part.split.blocks(part.start + done[part.name], part.stop):
             size, count = 0, len(block.labels)
-            for output in outputs:
-                values, lost = _values(block, output, part.split)
+            for path, values_of in outputs.items():
+                values, lost = values_of(block)
                 if values.size:
-                    files.write(output.path, values, block.start - part.start)
+                    files.write(path, values, block.start - part.start)
                 size, done["lost"] = size + values.nbytes, done["lost"] + lost
             done[part.name] += count
             bar.add(count)
@@ -365,50 +352,48 @@ def _write_files(
         files.finish(done)
 
 
-def _values(block: Block, output: SplitFile, split: Split) -> tuple[np.ndarray, int]:
-    """The values that a block puts into a file, and how many of them lost digits."""
-    if output.kind == "label":
-        return block.labels.astype(output.dtype), 0
-    if output.kind == "dense":
-        return _dense(block, output, split)
-    if output.kind == "table":
-        values, column = block.tables[output.table], split.tables[output.table]
-        check_range(column, values, block.start, output.rows or ANY_ROW)
-        return values.astype(output.dtype), 0
-    dense, lost = _dense(block, output, split)
-    whole = np.empty((len(block.labels), TERABYTE_COLUMNS), output.dtype)
+def _rows(block: Block, split: Split, table: int, most: int | None = None) -> np.ndarray:
+    """The rows of a table, which has ``most`` in the new data set; None: nothing says."""
+    check_range(split.tables[table], block.tables[table], block.start, most or ANY_ROW)
+    return block.tables[table]
+
+
+def _samples(block: Block, split: Split, law: _DenseLaw, dtype: np.dtype) -> tuple[np.ndarray, int]:
+    """Whole samples, as terabyte has them, and how many dense values lost digits."""
+    dense, lost = _dense(block, split, law, dtype, counts=True)
+    whole = np.empty((len(block.labels), TERABYTE_COLUMNS), dtype)
     whole[:, 0], whole[:, 1 : 1 + TERABYTE_DENSE] = block.labels, dense
-    for t, values in enumerate(block.tables):
-        check_range(split.tables[t], values, block.start, ANY_ROW)
-        whole[:, 1 + TERABYTE_DENSE + t] = values
+    for table in range(len(block.tables)):
+        whole[:, 1 + TERABYTE_DENSE + table] = _rows(block, split, table)
     return whole, lost
 
 
-def _dense(block: Block, output: SplitFile, split: Split) -> tuple[np.ndarray, int]:
-    """Dense values (B, D) of a block as a file holds them, and how many lost digits. Raises
-    InputError: naming file, sample, feature and a value that cannot be held."""
-    values, exact, dtype = block.dense, block.dense.astype(np.float64), output.dtype
-    whole, law = dtype.kind == "i", output.law
-    if split.counts and not output.counts:
+def _dense(
+    block: Block, split: Split, law: _DenseLaw, dtype: np.dtype, counts: bool
+) -> tuple[np.ndarray, int]:
+    """Dense values (B, D) of a block as a file holds them, as ``counts`` or features, and how many
+    lost digits. Raises InputError: naming file, sample, feature and a value that cannot be held."""
+    values, exact, whole = block.dense, block.dense.astype(np.float64), dtype.kind == "i"
+    if split.counts and not counts:
         written = law.feature(exact).astype(dtype)
         back = law.counts(written.astype(np.float64))
         back = np.rint(back) if values.dtype.kind in "iu" else back
         return written, int(np.count_nonzero(back.astype(values.dtype) != values))
-    if split.counts == output.counts:
+    if split.counts == counts:
         if whole:
             wrong = (np.rint(exact) != exact) | (exact > MOST_COUNT)
             _refuse_first(wrong, block, split, "a whole count below 2^31, which terabyte holds")
         written = values.astype(dtype)
         return written, int(np.count_nonzero(written.astype(np.float64) != exact))
-    counts = law.counts(exact)
-    wrong = (exact < 0) | (counts > MOST_COUNT)
+    nearest = law.counts(exact)
+    wrong = (exact < 0) | (nearest > MOST_COUNT)
     log = f"log(x + {law.offset})"
     _refuse_first(wrong, block, split, f"{log} of a count x from 0 to 2^31 - 1")
-    written = (np.rint(counts) if whole else counts).astype(dtype)
+    written = (np.rint(nearest) if whole else nearest).astype(dtype)
     differs = law.feature(written.astype(np.float64)).astype(values.dtype) != values
     if whole and not law.made_up:
         words = f"{log} of a whole count x, which terabyte holds (deepspark_dist holds any)"
-        _refuse_first(differs & (counts > 0), block, split, words)
+        _refuse_first(differs & (nearest > 0), block, split, words)
     return written, int(np.count_nonzero(differs))
 
 
