@@ -9,7 +9,7 @@ import numpy as np
 
 from dlrm_core.config import Parameters
 from dlrm_core.data.files.draws import half_of_bits, stream_key, stream_words
-from dlrm_core.data.files.sources import open_source
+from dlrm_core.data.files.sources import Source, open_source
 from dlrm_core.data.files.teacher import Law, SampleMaker, TeacherConfig, Variant, sigmoid
 
 BINS = 1 << 20
@@ -120,14 +120,15 @@ def score_test_set(law: Law, samples: int) -> ScoreHistogram:
     return histogram
 
 
-def law_of_metadata(metadata: Any, table_rows: tuple[int, ...], dense_features: int) -> Law | None:
+def law_of(source: Source) -> Law | None:
     """The law of a data set that ``dlrm data generate`` made; None of any other."""
-    if not isinstance(metadata, dict) or metadata.get("made_by") != "dlrm data generate":
+    metadata = source.metadata
+    if metadata.get("made_by") != "dlrm data generate":
         return None
     try:
-        variant = Variant(
-            str(metadata["variant"]), dense_features, table_rows, float(metadata["alpha"])
-        )
+        rows = tuple(column.rows or 0 for column in source.tables)
+        alpha = float(metadata["alpha"])
+        variant = Variant(str(metadata["variant"]), len(source.dense_names), rows, alpha)
         teacher = metadata.get("teacher")
         if teacher is not None:
             teacher = TeacherConfig(**(teacher | {"shares": tuple(teacher["shares"])}))
@@ -150,13 +151,11 @@ def teacher_auc(parameters: Parameters) -> float | None:
         count = samples or TEACHER_SAMPLES
     elif data.generator == "dataset":
         source = open_source(data.path, data.format, "test")
-        metadata = source.metadata if isinstance(source.metadata, dict) else {}
-        if metadata.get("labels") != "teacher":
+        if source.metadata.get("labels") != "teacher":
             return None
         if not samples or samples >= source.samples:
-            return metadata.get("teacher_auc_on_test")
-        rows = tuple(column.rows or 0 for column in source.tables)
-        law, count = law_of_metadata(metadata, rows, len(source.dense_names)), samples
+            return source.metadata.get("teacher_auc_on_test")
+        law, count = law_of(source), samples
     else:
         return None
     auc = score_test_set(law, count).auc()[0] if law is not None else math.nan

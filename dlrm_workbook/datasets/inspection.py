@@ -14,7 +14,7 @@ from dlrm_core.base.files import read_json
 from dlrm_core.data.files.sources import FORMATS, Column, Source, check_range, open_source
 from dlrm_core.data.files.spec import FILE_NAME
 from dlrm_core.data.files.teacher import SampleMaker
-from dlrm_workbook.datasets.best_auc import law_of_metadata
+from dlrm_workbook.datasets.best_auc import law_of
 from dlrm_workbook.datasets.criteo import FIELDS, Request, parse_piece, read_pieces
 from dlrm_workbook.datasets.generate import BLOCK
 from dlrm_workbook.datasets.loops import COUNTS, MISSING, TABLES
@@ -188,8 +188,7 @@ def _table(source: Source, column: Column, problems: list[str]) -> dict[str, Any
 
 def _verify(source: Source, problems: list[str]) -> None:
     """Make every sample of a generated data set again and compare."""
-    rows = tuple(column.rows or 0 for column in source.tables)
-    law = law_of_metadata(source.metadata, rows, len(source.dense_names))
+    law = law_of(source)
     if law is None:
         raise InputError(
             f"{source.path}: --verify is for data sets that 'dlrm data generate' made; this one's "

@@ -115,10 +115,8 @@ def holm(p_values: Values) -> list[float]:
     known = np.flatnonzero(np.isfinite(p))
     order = known[np.argsort(p[known], kind="stable")]
     result = np.full(len(p), math.nan)
-    worst = 0.0
-    for rank, index in enumerate(order):
-        worst = max(worst, min(1.0, (len(order) - rank) * p[index]))
-        result[index] = worst
+    tests_left = np.arange(len(order), 0, -1)
+    result[order] = np.minimum(np.maximum.accumulate(tests_left * p[order]), 1.0)
     return [float(value) for value in result]
 
 

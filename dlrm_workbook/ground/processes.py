@@ -299,7 +299,6 @@ def started(
     stage: str,
     stdout: int | IO[Any],
     stderr: int | IO[Any],
-    stdin: int | IO[Any] = subprocess.DEVNULL,
     environment: Mapping[str, str] | None = None,
     folder: Path | str | None = None,
     grace_s: float | None = None,
@@ -311,7 +310,7 @@ def started(
     module of ours may lie a process that is not its starter, such as hpcrun's script.
 
     Args:
-        stdout, stderr, stdin: as subprocess takes them.
+        stdout, stderr: as subprocess takes them.
         grace_s: seconds between SIGTERM and SIGKILL where the block ends first; fewer after
             Ctrl-C.
 
@@ -327,7 +326,7 @@ def started(
         try:
             process = subprocess.Popen(
                 arguments,
-                stdin=stdin,
+                stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
                 env=given,

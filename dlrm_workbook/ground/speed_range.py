@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from dlrm_workbook.ground.intervals import median_interval
+from dlrm_workbook.ground.intervals import median_interval, t_interval
 
 FILE = "trials.json"
 """In a recording's folder: what was tried on the program."""
@@ -23,9 +23,6 @@ BETWEEN_RUNS = 0.01
 PAID = 1.02
 """What pays is faster by more than that."""
 
-_T90 = {2: 6.31, 3: 2.92, 4: 2.35}
-"""Student's t for 90 % of the mean of so many values."""
-
 
 def speed_range(logs: Sequence[float]) -> tuple[float, float, float]:
     """Low, mid and high of a speed-up, that hold nine of ten, from the logarithm of each turn's.
@@ -34,11 +31,11 @@ def speed_range(logs: Sequence[float]) -> tuple[float, float, float]:
     distribution is; of fewer than five turns, Student's interval.
     """
     interval, count = median_interval(logs, 0.9), len(logs)
-    low, mid, high = interval.low, interval.mid, interval.high
     if count < 5:
-        half = _T90.get(count, 6.31) * statistics.stdev(logs) / math.sqrt(count)
-        low, high = mid - half, mid + half
-    return math.exp(low - BETWEEN_RUNS), math.exp(mid), math.exp(high + BETWEEN_RUNS)
+        error = statistics.stdev(logs) / math.sqrt(count)
+        interval = t_interval(interval.mid, error, count - 1, 0.9)
+    low, high = interval.low - BETWEEN_RUNS, interval.high + BETWEEN_RUNS
+    return math.exp(low), math.exp(interval.mid), math.exp(high)
 
 
 def status_of(low: float, high: float) -> str:
