@@ -19,16 +19,18 @@ TELL_SECONDS = 0.2
 
 
 class _Told:
-    """A bar whose state another process draws: the calls of tqdm's that :class:`Bar` makes.
+    """A bar that is not drawn here: the calls of tqdm's that :class:`Bar` makes.
 
-    The file holds one JSON object: ``what``, ``unit``, ``done``, ``total`` (or null), ``text``,
-    and ``began`` (seconds since the epoch) with ``first``, the count at that time. It is removed
-    when the bar ends.
+    Another process draws it by the file ``path``; without one nobody does. The file holds one JSON
+    object: ``what``, ``unit``, ``done``, ``total`` (or null), ``text``, and ``began`` (seconds
+    since the epoch) with ``first``, the count at that time. It is removed when the bar ends.
     """
 
-    def __init__(self, path: str, what: str, unit: str, total: int | None, done: int) -> None:
+    def __init__(
+        self, path: str | None, what: str, unit: str, total: int | None, done: int
+    ) -> None:
         self.n, self.total = done, total
-        self._path, self._told = Path(path), 0.0
+        self._path, self._told = Path(path) if path else None, 0.0
         self._state: dict[str, Any] = {"what": what, "unit": unit, "total": total, "text": ""}
         self._state |= {"began": time.time(), "first": done}
         self.refresh()
@@ -46,7 +48,7 @@ class _Told:
 
     def refresh(self) -> None:
         now = time.monotonic()
-        if now - self._told < TELL_SECONDS:
+        if self._path is None or now - self._told < TELL_SECONDS:
             return
         self._told = now
         part = self._path.with_suffix(".part")
@@ -55,8 +57,9 @@ class _Told:
             part.replace(self._path)
 
     def close(self) -> None:
-        with suppress(OSError):
-            self._path.unlink()
+        if self._path is not None:
+            with suppress(OSError):
+                self._path.unlink()
 
 
 class Bar:
@@ -84,18 +87,16 @@ class Bar:
         **looks: Any,
     ) -> None:
         self._counts = counts
-        self._bar: Any = None
-        if not shown:
-            return
-        if path := os.environ.get(TOLD_TO):
-            self._bar = _Told(path, what, unit, total, done)
+        path = os.environ.get(TOLD_TO) if shown else None
+        self._bar: Any = _Told(path, what, unit, total, done)
+        if path or not shown:
             return
         try:
             from tqdm.auto import tqdm
         except ImportError:  # a bare GPU node
             print("no progress bar: tqdm is not installed", file=sys.stderr)
-            return
-        self._bar = tqdm(total=total, initial=done, unit=unit, desc=what, **looks)
+        else:
+            self._bar = tqdm(total=total, initial=done, unit=unit, desc=what, **looks)
 
     def __call__(self, text: str) -> None:
         """Say what ended, or what is going on."""
@@ -104,17 +105,13 @@ class Bar:
 
     def say(self, text: str) -> None:
         """Show a text behind the bar, at the next chance."""
-        if self._bar is not None:
-            self._bar.set_postfix_str(text, refresh=False)
+        self._bar.set_postfix_str(text, refresh=False)
 
     def add(self, count: int = 1) -> None:
-        if self._bar is not None:
-            self._bar.update(count)
+        self._bar.update(count)
 
     def show(self, count: int | None, text: str, what: str | None = None) -> None:
         """Show at once that ``count`` are done (None: as before), a text, and what is going on."""
-        if self._bar is None:
-            return
         if count is not None:
             self._bar.n = min(count, self._bar.total or count)
         self._bar.set_postfix_str(text, refresh=False)
@@ -124,14 +121,13 @@ class Bar:
 
     def fill(self, missing: int | None = None) -> None:
         """Show all as done; only where at most ``missing`` are not, if that is given."""
-        bar = self._bar
-        if bar is not None and bar.total and (missing is None or bar.n >= bar.total - missing):
-            bar.n = bar.total
+        total = self._bar.total
+        if total and (missing is None or self._bar.n >= total - missing):
+            self._bar.n = total
 
     def close(self) -> None:
         """End the bar, which stays as it is."""
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.close()
 
     def __enter__(self) -> Bar:
         return self

@@ -123,14 +123,11 @@ class RunFolder:
         """Seconds since the folder was claimed."""
         return round(time.monotonic() - self._clock, 3)
 
-    def record_parameters(
-        self, sections: Mapping[str, Any], recording: Mapping[str, Any] | None = None
-    ) -> None:
-        """Put parameters into run.json beside those that the run was given, and of a ``recording``
+    def record_parameters(self, sections: Mapping[str, Any], recording: Mapping[str, Any]) -> None:
+        """Put parameters into run.json beside those that the run was given, and of the recording
         that is explained, which another machine may have made, its ``device`` and ``machine``."""
         self.record["parameters"] = {**self.record["parameters"], **sections}
-        if recording is not None:
-            self.record["recording"] = dict(recording)
+        self.record["recording"] = dict(recording)
         write_json(self.path / "run.json", self.record)
 
     def take_recorded_parameters(self) -> None:

@@ -59,11 +59,10 @@ class NotebookRun:
         explained = {**(meta.get("parameters") or {}), "profile_run": str(source.folder or "")}
         device = str(meta.get("device_name") or meta.get("device") or "")
         recording = {"device": device, "machine": meta.get("machine") or {}}
-        if self.claimed is not None:
-            self.claimed.record_parameters(explained, recording)
-        elif (self.folder / "run.json").is_file():
-            record = read_json(self.folder / "run.json")
-            RunFolder(self.folder, record).record_parameters(explained, recording)
+        run_json = self.folder / "run.json"
+        if self.claimed is not None or run_json.is_file():
+            folder = self.claimed or RunFolder(self.folder, read_json(run_json))
+            folder.record_parameters(explained, recording)
 
     def finish(self) -> str:
         """Close a folder that this notebook claimed; a sentence that says where results are.

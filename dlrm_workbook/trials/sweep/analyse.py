@@ -55,20 +55,24 @@ class SweepSummary:
         runs = swept_runs(self.sweep.folder, "profile")
         opened = {label: open_recording(place).profile for label, place in runs.items()}
         self.profiles = all_at_reference(opened)
-        trained = swept_runs(self.sweep.folder, "train")
-        qualities = {label: _trained_quality(folder) for label, folder in trained.items()}
+        trained = swept_runs(self.sweep.folder, "train").items()
+        self.results = {label: _result(folder) for label, folder in trained}
+        qualities = {
+            label: quality_of_times(result["iteration_ms"])
+            for label, result in self.results.items()
+            if result.get("iteration_ms")
+        }
         found: dict[str, list[Finding]] = {}
         for label, profile in self.profiles.items():
             parts = attribute(profile)
             found[label] = findings(profile, parts)
             qualities[label] = quality(profile, parts, found[label])
-        qualities = {label: said for label, said in qualities.items() if said}
         self.quality = quality_of_runs(qualities) if qualities else {}
         levels = {label: said["level"] for label, said in qualities.items()}
         self.points = pd.DataFrame(self._rows(levels), columns=POINT_COLUMNS)
         speed = self.points["samples_per_second"].where(self.points["quality"] != "red")
         self.points.insert(5, "of_best", speed / speed.max())
-        self.times = part_table(self.profiles) if self.profiles else _whole_times(trained)
+        self.times = part_table(self.profiles) if self.profiles else self._whole_times()
         sections = {point.label: point.parameters.to_sections() for point in self.sweep.points}
         self.times.attrs["quality"] = levels
         reliable = self.times[self.times["run"].map(levels).ne("red")]
@@ -89,7 +93,7 @@ class SweepSummary:
         for point, row in zip(self.sweep.points, self.sweep.rows, strict=True):
             folders = {name: self.sweep.folder / place for name, place in row["folders"].items()}
             profile = self.profiles.get(point.label)
-            ms = _trained_ms(folders.get("train"))
+            ms = self.results.get(point.label, {}).get("ms_per_iteration")
             top, share, gain = "", math.nan, math.nan
             if profile is not None:
                 ms = unprofiled_ms(profile) or ms
@@ -102,6 +106,15 @@ class SweepSummary:
             measured = (ms or math.nan, speed, top, share, gain, levels.get(point.label, ""))
             rows.append((point.number, point.label, row["status"], *measured))
         return rows
+
+    def _whole_times(self) -> pd.DataFrame:
+        """Time of the whole step where points were trained, not profiled."""
+        rows = [
+            (label, WHOLE_STEP, "", result["ms_per_iteration"], math.nan)
+            for label, result in self.results.items()
+            if result.get("ms_per_iteration")
+        ]
+        return pd.DataFrame(rows, columns=["run", "component", "phase", "time_ms", "se_ms"])
 
     def finding_table(self) -> pd.DataFrame:
         """Which finding is there at which point; ``dlrm help columns`` describes the columns."""
@@ -159,18 +172,10 @@ def _top(profile: Profile) -> tuple[str, float]:
     return (str(shares.idxmax()), float(shares.max())) if len(shares) else ("", math.nan)
 
 
-def _trained_ms(folder: Path | None) -> float | None:
-    if folder is None or not (folder / "result.json").is_file():
-        return None
-    value = read_json(folder / "result.json").get("ms_per_iteration")
-    return float(value) if value else None
-
-
-def _trained_quality(folder: Path) -> dict[str, str]:
-    """What a training's iterations are good for; empty where none were timed."""
+def _result(folder: Path) -> dict[str, Any]:
+    """What a training says of itself; empty where it says nothing."""
     file = folder / "result.json"
-    times = read_json(file).get("iteration_ms") if file.is_file() else None
-    return quality_of_times(times) if times else {}
+    return dict(read_json(file)) if file.is_file() else {}
 
 
 def _compared(folder: Path) -> tuple[float | None, float]:
@@ -180,13 +185,3 @@ def _compared(folder: Path) -> tuple[float | None, float]:
     if not measured:
         return None, math.nan
     return float(measured["before_ms"]), float(measured["speedup"]["mid"])
-
-
-def _whole_times(trained: dict[str, Path]) -> pd.DataFrame:
-    """Time of the whole step where points were trained, not profiled."""
-    rows = [
-        {"run": label, "component": WHOLE_STEP, "phase": "", "time_ms": ms, "se_ms": math.nan}
-        for label, folder in trained.items()
-        if (ms := _trained_ms(folder))
-    ]
-    return pd.DataFrame(rows, columns=["run", "component", "phase", "time_ms", "se_ms"])
