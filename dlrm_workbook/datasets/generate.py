@@ -78,16 +78,16 @@ def generate(law: Law, samples: dict[str, int], target: Path, threads: int) -> G
         if place is None:
             return Generated(target, total, 0, time.perf_counter() - started)
         done = dict.fromkeys(SPLITS, 0) | place.done
-        written_before = sample_bytes * sum(done[split] for split in SPLITS)
-        need_space(place.folder, total - written_before)
-        wanted, before = sum(samples.values()), sum(done.values())
-        with progress_bar("generating", "samples", wanted, before) as bar:
+        before = sum(done.values())
+        new_bytes = total - sample_bytes * before
+        need_space(place.folder, new_bytes)
+        with progress_bar("generating", "samples", sum(samples.values()), before) as bar:
             for split in SPLITS:
                 _write_split(place, law, split, samples[split], done, threads, bar)
         metadata = metadata_of(law, samples)
         write_spec(place.folder, variant.dense_features, variant.table_rows, metadata)
     seconds = time.perf_counter() - started
-    return Generated(target, total, total - written_before, seconds)
+    return Generated(target, total, new_bytes, seconds)
 
 
 def bytes_of_sample(variant: Variant) -> int:

@@ -152,15 +152,14 @@ def _missing_on_gpu(device: torch.device) -> dict[str, str]:
 @contextlib.contextmanager
 def precision_setting(precision: str, device: torch.device) -> Iterator[None]:
     """torch's settings under which an fp32 product is one of ``precision``, for a while."""
-    setting: tuple[Any, str, Any]
+    value: bool | str
     if device.type == "cuda":
         # the older of torch's two switches, as precision.set_tf32: mixing them is an error
-        setting = torch.backends.cuda.matmul, "allow_tf32", precision == "tf32"
+        place, name, value = torch.backends.cuda.matmul, "allow_tf32", precision == "tf32"
     else:
         # torch's word for "may round inside"; on a CPU without such units oneDNN does not
-        rounding = "bf16" if precision == "fp32_onednn" else "none"
-        setting = _onednn_switch(), "fp32_precision", rounding
-    place, name, value = setting
+        place, name = _onednn_switch(), "fp32_precision"
+        value = "bf16" if precision == "fp32_onednn" else "none"
     if place is None:
         yield
         return
@@ -190,6 +189,8 @@ def time_products(
     failed: dict[tuple[Any, str], str] = {}
     for precision in precisions:
         for shape, product in chosen.items():
+            if precision in TILE_PARTS and product.batch > 1:
+                continue  # these kernels multiply no batches: their interaction is of vectors
             need = 4 * product.values * 2  # fp32 and the copy in another precision
             if room is not None and need + operands.bytes > MEMORY_SHARE * room:
                 failed[shape, precision] = (
@@ -197,11 +198,10 @@ def time_products(
                     f"products, of {format_bytes(room)} available"
                 )
                 continue
-            if _is_left_out(product, precision):
-                continue
             setting = functools.partial(precision_setting, precision, device)
             actions[shape, precision] = Action(operands.call(product, precision), setting)
     times, late = best_times_ms(actions, device, budget_s)
+    failed |= late
     errors = {
         (shape, precision): _relative_error(chosen[shape], actions[shape, precision], operands)
         for shape, precision in times
@@ -213,15 +213,10 @@ def time_products(
             speed = {"ms": times[key], "gflops": product.flops / times[key] / 1e6}
             facts = {"precision": precision} | speed | {"relative_error": errors[key]}
             rows.append(asdict(product) | facts)
-        elif not _is_left_out(product, precision):
+        elif key in failed:
             name = f"{precision}, {product.part} layer {product.layer}, {product.phase}"
-            reasons[name] = (failed | late)[key]
+            reasons[name] = failed[key]
     return rows, reasons
-
-
-def _is_left_out(product: Product, precision: str) -> bool:
-    """The tile kernels multiply no batches: their interaction is made of vector instructions."""
-    return precision in TILE_PARTS and product.batch > 1
 
 
 def product_calls(

@@ -27,7 +27,7 @@ import numpy as np
 
 from dlrm_core.base.errors import InputError, MissingToolError
 from dlrm_core.base.files import read_json, write_json
-from dlrm_core.config import Parameters, parameters_from_sections
+from dlrm_core.config import Parameters
 from dlrm_core.interactions import CatInteraction, DotInteraction
 from dlrm_workbook.ground.intervals import Interval, median_interval
 from dlrm_workbook.ground.processes import ALLOCATOR, python_module, run_child
@@ -110,12 +110,10 @@ def environment_of(threads: int) -> dict[str, str]:
 
 def run_ours(parameters: Parameters, iterations: int, threads: int) -> Run:
     """``dlrm train`` in its own process; an InputError says what it said if it fails."""
-    sections = parameters.to_sections()
-    sections["training"] |= {"batches": iterations + WARMUP, "threads": threads, "log_every": 1}
-    checked = parameters_from_sections(sections)
+    given = parameters.with_training(batches=iterations + WARMUP, threads=threads, log_every=1)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "bench.json"
-        write_json(file, checked.to_sections())
+        write_json(file, given.to_sections())
         command = python_module("dlrm_workbook", "train", "-f", file, "--output", folder)
         done = run_child(command, stage="dlrm train", environment=environment_of(threads))
         done.require_success("dlrm train")

@@ -132,8 +132,7 @@ def affected_phases(base: Parameters, changed: Parameters, component: str) -> se
         return None
     leaves = ("optimizer",) if component == "embedding" else ("optimizer", "fused_optimizer")
     same: dict[str, Any] = {leaf: getattr(base.training, leaf) for leaf in leaves}
-    training = dataclasses.replace(changed.training, **same)
-    without = dataclasses.replace(changed, training=training)
+    without = changed.with_training(**same)
     update_only = signature(base, component) == signature(without, component)
     known = all(leaf in ACCOUNTED or leaf in NEUTRAL for leaf in changed_leaves(base, changed))
     return {"update"} if update_only and known else None

@@ -189,8 +189,7 @@ def command_infer(arguments: argparse.Namespace) -> int:
 def _infer(predictor: Predictor, arguments: argparse.Namespace, sizes: list[int]) -> int:
     measured = []
     for size in sizes or [predictor.parameters.training.batch_size]:
-        training = dataclasses.replace(predictor.parameters.training, batch_size=size)
-        parameters = dataclasses.replace(predictor.parameters, training=training)
+        parameters = predictor.parameters.with_training(batch_size=size)
         stream = held_out_batches(parameters, predictor.device, POOL_BATCHES)
         pool = pool_of(stream, arguments.steps, pin=predictor.device.type == "cuda")
         latency = measure_latency(

@@ -217,12 +217,10 @@ class _Client(PapermillNotebookClient):
     kernel_manager_class = ThisInterpreter
 
     def __init__(
-        self, nb_man: Any, *, watch: Watch, progress: ProgressLine, **settings: Any
+        self, nb_man: Any, *, watch: Watch, progress: ProgressLine, saves: Saves, **settings: Any
     ) -> None:
         super().__init__(nb_man, **settings)
-        self.watch = watch
-        self.progress = progress
-        self.saves: Saves | None = None
+        self.watch, self.progress, self.saves = watch, progress, saves
 
     def execute(self, **settings: Any) -> NotebookNode:
         """Run the cells until the last, or until one fails or the watch says stop."""
@@ -271,8 +269,7 @@ class _Client(PapermillNotebookClient):
         """Handle a message of the kernel, and write what is still to be written."""
         if msg["msg_type"] == "execute_input":
             self.watch.executing()
-        if self.saves is not None:
-            self.saves.catch_up(asyncio.get_running_loop())
+        self.saves.catch_up(asyncio.get_running_loop())
         return super().process_message(msg, cell, cell_index)
 
 
@@ -321,16 +318,16 @@ class StoppableEngine(Engine):
         cls, nb_man: Any, kernel_name: str, *, watch: Watch, progress: ProgressLine, **_unused: Any
     ) -> NotebookNode:
         """Execute ``nb_man.nb``; what went wrong is left in ``watch``."""
+        nb_man.save = save = Saves(nb_man.save)
         client = _Client(
             nb_man,
             watch=watch,
             progress=progress,
+            saves=save,
             kernel_name=kernel_name,
             startup_timeout=120,
             timeout=None,
         )
-        save = Saves(nb_man.save)
-        nb_man.save = client.saves = save
         try:
             return client.execute()
         finally:

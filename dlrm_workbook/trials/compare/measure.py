@@ -19,7 +19,7 @@ import yaml
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import read_json, write_text
-from dlrm_core.config import Parameters, parameters_from_sections
+from dlrm_core.config import Parameters
 from dlrm_workbook.evidence.training import iteration_part_times
 from dlrm_workbook.ground.ledger import Ledger
 from dlrm_workbook.ground.processes import ProgressCallback, python_module, run_child
@@ -94,10 +94,13 @@ def run_in_turns(
         raise InputError(
             f"rounds is {rounds} and iterations {iterations}, expected at least 1 and 2"
         )
-    lengthened = {name: _lengthened(p, iterations) for name, p in settings.items()}
+    given: dict[str, Any] = {}
+    for name, p in settings.items():
+        counted = iterations or max(p.profiling.iterations, 2)
+        given[name] = p.with_training(batches=p.profiling.warmup + counted).to_sections()
     ledger = Ledger(
         folder / ROUNDS_FILE,
-        {"settings": {name: p.to_sections() for name, p in lengthened.items()}, "runs": []},
+        {"settings": given, "runs": []},
         work=lambda document: document["settings"],
         entries="runs",
         key=("round", "setting"),
@@ -105,7 +108,7 @@ def run_in_turns(
     )
     files = {name: folder / f"{name}.yaml" for name in settings}
     for name, file in files.items():
-        write_text(file, yaml.safe_dump(lengthened[name].to_sections(), sort_keys=False))
+        write_text(file, yaml.safe_dump(given[name], sort_keys=False))
     done = [TimedRun.from_dict(entry) for entry in ledger.entries]
     for number, names in take_turns(list(settings), rounds, back_and_forth):
         for place, name in enumerate(names):
@@ -118,14 +121,6 @@ def run_in_turns(
         if after_round is not None:
             after_round(done)
     return done
-
-
-def _lengthened(parameters: Parameters, iterations: int | None) -> Parameters:
-    """The parameters of a run: long enough for warm-up and the counted iterations."""
-    sections = parameters.to_sections()
-    counted = iterations or max(parameters.profiling.iterations, 2)
-    sections["training"] |= {"batches": parameters.profiling.warmup + counted}
-    return parameters_from_sections(sections)
 
 
 def _run(

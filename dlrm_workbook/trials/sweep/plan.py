@@ -26,7 +26,6 @@ from dlrm_workbook.analysis.changes import apply_change, change_text, flat_chang
 from dlrm_workbook.analysis.ensemble import SWEEP
 from dlrm_workbook.ground.ledger import read_document, require_same
 from dlrm_workbook.ground.machine import versions
-from dlrm_workbook.ground.processes import only_process
 from dlrm_workbook.ground.runs import GONE, mark_interrupted
 
 SWEEP_VERSION = 1
@@ -224,19 +223,18 @@ class Sweep:
             0 if every point finished, 1 if not, 128 + signal after an interruption.
         """
         code = 0
-        with only_process(self.folder):
-            self.record["status"] = "running"
-            for point, row in zip(self.points, self.rows, strict=True):
-                place = f"sweep: point {point.number} of {len(self.points)}, {point.label}"
-                if row["status"] == "finished":
-                    print(f"{place}: finished before", file=sys.stderr, flush=True)
-                    continue
-                print(place, file=sys.stderr, flush=True)
-                code = self._run_point(run_point, point, row)
-                if "error" in row:
-                    print(f"{place}: {row['error']}", file=sys.stderr, flush=True)
-                if code >= 128:
-                    break
+        self.record["status"] = "running"
+        for point, row in zip(self.points, self.rows, strict=True):
+            place = f"sweep: point {point.number} of {len(self.points)}, {point.label}"
+            if row["status"] == "finished":
+                print(f"{place}: finished before", file=sys.stderr, flush=True)
+                continue
+            print(place, file=sys.stderr, flush=True)
+            code = self._run_point(run_point, point, row)
+            if "error" in row:
+                print(f"{place}: {row['error']}", file=sys.stderr, flush=True)
+            if code >= 128:
+                break
         left = describe_failures(self)
         self.record["status"] = "interrupted" if code >= 128 else "failed" if left else "finished"
         self.save()
