@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_training import parameters as small
 
 from dlrm_core.config import LAWS, mean_bag_size, parameters_from_sections
 from dlrm_core.data.batch import Batch
@@ -119,14 +120,7 @@ def test_every_row_of_a_large_table_can_be_drawn():
 
 def test_a_seed_gives_one_stream_and_another_seed_another():
     def first(seed: int, generator: str) -> Batch:
-        parameters = parameters_from_sections(
-            {
-                "model": {"bottom_mlp": "4-2", "embedding_dim": 2, "table_rows": 50},
-                "data": {"generator": generator, "indices_per_lookup": 5},
-                "training": {"batch_size": 8, "seed": seed},
-            }
-        )
-        return make_generator(parameters, CPU).next_batch()
+        return make_generator(small({"generator": generator}, seed=seed), CPU).next_batch()
 
     for generator in ("facebook", "facebook_loop", "uniform", "zipf", "reuse"):
         assert_same(first(1, generator), first(1, generator))
@@ -160,14 +154,8 @@ def test_each_table_has_bags_of_its_own_size(generator):
 
 
 def test_prefetched_batches_are_the_synchronous_ones_and_the_thread_ends():
-    sections = {
-        "model": {"bottom_mlp": "4-2", "embedding_dim": 2, "table_rows": 50},
-        "data": {"indices_per_lookup": 5},
-        "training": {"batch_size": 8},
-    }
-    prefetch = {"data": sections["data"] | {"loader": "prefetch", "prefetch_batches": 3}}
-    plain = batches(parameters_from_sections(sections), CPU)
-    ahead = batches(parameters_from_sections(sections | prefetch), CPU)
+    plain = batches(small(), CPU)
+    ahead = batches(small({"loader": "prefetch", "prefetch_batches": 3}), CPU)
     for _ in range(10):
         assert_same(next(ahead), next(plain))
     assert any(thread.name.startswith("dlrm-prefetch") for thread in threading.enumerate())

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interaction_layers import cross_layer, dot_layer
+from small_training import THREE_TABLES
 
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.data.loader import batches
@@ -21,13 +22,11 @@ from dlrm_core.model import ClickLoss, build_model
 from dlrm_core.train import Trainer
 from dlrm_kernels.embeddings import pages
 
-SHAPE = {"bottom_mlp": "16-32-8", "top_mlp": "32-16-1", "embedding_dim": 8}
-
 
 def small(**model):
     return parameters_from_sections(
         {
-            "model": SHAPE | {"table_rows": [1000, 50, 3]} | model,
+            "model": THREE_TABLES | model,
             "data": {"indices_per_lookup": 10, "round_targets": True},
             "training": {"batch_size": 64, "learning_rate": 0.5, "seed": 5, "threads": 1},
         }

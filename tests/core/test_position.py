@@ -5,6 +5,7 @@ import json
 import math
 
 import pytest
+import small_training
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,19 +27,9 @@ GENERATORS = ["facebook_loop", "facebook", "uniform", "zipf", "reuse"]
 
 
 def parameters(generator, fixed=False, loader="synchronous", rows=(40, 3, 500), size=7):
-    return parameters_from_sections(
-        {
-            "model": {"bottom_mlp": "3-4", "embedding_dim": 4, "table_rows": list(rows)},
-            "data": {
-                "generator": generator,
-                "indices_per_lookup": 5,
-                "fixed_pooling": fixed,
-                "loader": loader,
-                "prefetch_batches": 3,
-            },
-            "training": {"batch_size": size, "device": "cpu"},
-        }
-    )
+    data = {"generator": generator, "fixed_pooling": fixed}
+    data |= {"loader": loader, "prefetch_batches": 3, "indices_per_lookup": 5}
+    return small_training.parameters(data, {"table_rows": list(rows)}, batch_size=size)
 
 
 def same(one, other):

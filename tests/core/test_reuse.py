@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from small_training import parameters
 
-from dlrm_core.config import parameters_from_sections
 from dlrm_core.data.loader import make_generator
 from dlrm_core.data.reuse import FULL_ROWS, WINDOW, ReuseLaw
 
@@ -65,12 +65,11 @@ def test_draws_at_the_ends_stay_in_the_table():
 
 def test_a_batch_of_the_generator_has_the_share_of_different_rows():
     """The source's batch, a quarter of it: 1,783,203 / 4 lookups in a table."""
-    parameters = parameters_from_sections(
-        {
-            "model": {"bottom_mlp": "2-4", "embedding_dim": 4, "table_rows": [FULL_ROWS // 4, 7]},
-            "data": {"generator": "reuse", "indices_per_lookup": 14, "fixed_pooling": True},
-            "training": {"batch_size": WINDOW // 4 // 14, "seed": 3},
-        }
+    chosen = parameters(
+        {"generator": "reuse", "indices_per_lookup": 14, "fixed_pooling": True},
+        {"table_rows": [FULL_ROWS // 4, 7]},
+        batch_size=WINDOW // 4 // 14,
+        seed=3,
     )
-    indices = make_generator(parameters, torch.device("cpu")).next_batch().table_indices(0)
+    indices = make_generator(chosen, torch.device("cpu")).next_batch().table_indices(0)
     assert indices.unique().numel() / indices.numel() == pytest.approx(UNIQUE, rel=0.02)

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from commands import wait_until
 from optional_tools import needs_torchrec
-from small_training import whole_checkpoint
+from small_training import SMALL, sections_with, whole_checkpoint
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.run.checkpoint import steps_in
@@ -22,25 +22,15 @@ from dlrm_ranks.trainer import require_same_start
 from dlrm_ranks.watch import Sign, judge, own_start, process_state
 from dlrm_studies.scaling.launch import RanksFailed, how_it_ended, launch_lines, run_ranks
 
-ENDLESS = {
-    "model": {
-        "bottom_mlp": "5-12-16",
-        "top_mlp": "12-1",
-        "embedding_dim": 16,
-        "table_rows": [50, 3, 200],
-    },
-    "data": {"indices_per_lookup": 4},
-    "training": {
-        "batch_size": 16,
-        "batches": 1_000_000,
-        "threads": 1,
-        "device": "cpu",
-        "log_every": 1000,
-        "checkpoint_every": 40,
-        "optimizer": "adagrad",
-        "sharding": "row_wise",
-    },
-}
+ENDLESS = sections_with(
+    SMALL,
+    {"bottom_mlp": "5-12-16", "embedding_dim": 16},
+    batches=1_000_000,
+    log_every=1000,
+    checkpoint_every=40,
+    optimizer="adagrad",
+    sharding="row_wise",
+)
 
 
 def has_ended(process):

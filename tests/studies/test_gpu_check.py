@@ -3,17 +3,18 @@
 import argparse
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from commands import run_python
+from small_training import parameters
 
 pytest.importorskip("triton", reason="triton is not installed: the GPU's kernels cannot run")
 
 import dlrm_studies.gpu_check.paths as paths
 from dlrm_core.base.errors import InputError
-from dlrm_core.config import parameters_from_sections
 from dlrm_studies.gpu_check.command import (
     Stage,
     all_well,
@@ -38,20 +39,7 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 
 
-def tiny(**training):
-    return parameters_from_sections(
-        {
-            "model": {
-                "bottom_mlp": "8-16-4",
-                "top_mlp": "8-1",
-                "embedding_dim": 4,
-                "table_rows": [50, 3],
-                "init": "torch",
-            },
-            "data": {"generator": "uniform", "indices_per_lookup": 3},
-            "training": {"batch_size": 16, "device": "cpu", "threads": 1} | training,
-        }
-    )
+tiny = partial(parameters, {"generator": "uniform"}, {"init": "torch"})
 
 
 def test_every_check_passes_on_the_cpu_itself(monkeypatch):
@@ -173,9 +161,9 @@ def test_without_a_gpu_the_check_says_so(tmp_path):
 
 @pytest.mark.parametrize("loader", ["synchronous", "prefetch"])
 def test_steps_and_iterations_are_timed(loader):
-    parameters = tiny()
-    data = dataclasses.replace(parameters.data, loader=loader)
-    row = timed(dataclasses.replace(parameters, data=data))
+    chosen = tiny()
+    data = dataclasses.replace(chosen.data, loader=loader)
+    row = timed(dataclasses.replace(chosen, data=data))
     assert 0 < row["step_ms_low"] <= row["step_ms"] <= row["step_ms_high"]
     assert row["samples_per_second"] == pytest.approx(16e3 / row["end_to_end_ms"])
     assert "ms per step" in describe_row({"variant": "x"} | row)

@@ -5,8 +5,8 @@ import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_training import parameters
 
-from dlrm_core.config import parameters_from_sections
 from dlrm_core.parts import ITERATION_SPAN, log_spans, span_name
 from dlrm_core.train import Trainer
 from dlrm_workbook.analysis.attribution import attribute, coverage
@@ -200,14 +200,7 @@ def test_without_timeline_or_spans_the_profile_stays_as_it_is():
 
 
 def test_the_workload_logs_every_part_once_an_iteration():
-    parameters = parameters_from_sections(
-        {
-            "model": {"bottom_mlp": "8-4", "embedding_dim": 4, "table_rows": [5, 6], "tables": 2},
-            "data": {"indices_per_lookup": 2},
-            "training": {"batch_size": 4, "batches": 3, "device": "cpu"},
-        }
-    )
-    trainer = Trainer(parameters)
+    trainer = Trainer(parameters(batches=3))
     trainer.iterate()
     with log_spans() as rows:
         trainer.train()

@@ -8,7 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from small_training import parameters
 
+from dlrm_core.train import train
 from dlrm_workbook.evidence import power
 from dlrm_workbook.evidence.power import (
     MOST_WATTS,
@@ -20,6 +22,7 @@ from dlrm_workbook.evidence.power import (
     power_meter,
     rapl_counters,
 )
+from dlrm_workbook.evidence.training import MeteredRun
 
 CPU = torch.device("cpu")
 
@@ -211,24 +214,7 @@ def test_a_gpu_that_nvml_does_not_know_is_said(monkeypatch):
 
 
 def test_a_run_says_its_power_or_why_not():
-    from dlrm_core.config import parameters_from_sections
-    from dlrm_core.train import train
-    from dlrm_workbook.evidence.training import MeteredRun
-
-    result = train(
-        parameters_from_sections(
-            {
-                "model": {
-                    "bottom_mlp": [4, 2],
-                    "top_mlp": [1],
-                    "embedding_dim": 2,
-                    "table_rows": 5,
-                },
-                "training": {"batch_size": 4, "batches": 2, "device": "cpu"},
-            }
-        ),
-        observer=MeteredRun(shown=False),
-    )
+    result = train(parameters(batches=2), observer=MeteredRun(shown=False))
     if result.power_w is None:
         assert result.samples_per_joule is None
         assert result.power["not_measured"]

@@ -4,11 +4,11 @@ from collections import Counter, OrderedDict
 
 import numpy as np
 import pytest
+import small_training
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrm_core.config import parameters_from_sections
 from dlrm_core.data.batch import Batch
 from dlrm_core.data.loader import make_generator
 from dlrm_workbook.analysis.reuse import cache_hit_shares as cache_table
@@ -22,18 +22,7 @@ CPU = torch.device("cpu")
 
 
 def parameters(rows, **data):
-    return parameters_from_sections(
-        {
-            "model": {
-                "bottom_mlp": [4, 8],
-                "top_mlp": [1],
-                "embedding_dim": 8,
-                "table_rows": list(rows),
-            },
-            "data": data,
-            "training": {"batch_size": 64, "device": "cpu"},
-        }
-    )
+    return small_training.parameters(data, {"table_rows": list(rows)}, batch_size=64)
 
 
 def batch(tables: list[list[list[int]]]) -> Batch:
@@ -191,7 +180,7 @@ def test_tables_of_a_profile():
     assert second.used_once_share < first.used_once_share < 1
     assert 0 < first.used_once_lookups_share < first.unique_share < 1
     hits = cache_table(profile)
-    assert hits["cache_bytes"].tolist() == [4 * 8 * rows for rows in hits["rows"]]
+    assert hits["cache_bytes"].tolist() == [4 * 4 * rows for rows in hits["rows"]]
     assert (hits["low"] <= hits["hit_share"]).all() and (hits["hit_share"] <= hits["high"]).all()
     assert hits["hit_share"].is_monotonic_increasing
     (line,) = cache_curve(hits).data
