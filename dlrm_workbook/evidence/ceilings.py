@@ -223,17 +223,10 @@ def product_calls(
     products: Sequence[Product], precision: str, device: torch.device
 ) -> dict[tuple[str, int, int, int, int], Callable[[], object]]:
     """One call for each shape of product in a precision, its operands made beforehand."""
-    operands = _Operands(device)
-
-    def inside(call: Callable[[], torch.Tensor]) -> Callable[[], object]:
-        def run() -> object:
-            with precision_setting(precision, device), torch.no_grad():
-                return call()
-
-        return run
-
+    operands, inside = _Operands(device), precision_setting(precision, device)
     chosen = {product.shape: product for product in products}
-    return {shape: inside(operands.call(found, precision)) for shape, found in chosen.items()}
+    calls = {shape: operands.call(found, precision) for shape, found in chosen.items()}
+    return {shape: inside(torch.no_grad()(call)) for shape, call in calls.items()}
 
 
 class _Operands:

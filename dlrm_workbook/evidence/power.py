@@ -16,7 +16,6 @@ import contextlib
 import importlib
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +32,7 @@ MOST_WATTS = 1000.0
 """More than any processor package draws: how soon its counter could come round."""
 
 
-class Counter(ABC):
+class Counter:
     """A device that counts its energy, read from any thread.
 
     Attributes:
@@ -42,11 +41,12 @@ class Counter(ABC):
         period_s: how often :meth:`energy_j` must be called at least; None: no need to.
     """
 
-    method: str
-    period_s: float | None = None
-
-    def __init__(self, device: str) -> None:
-        self.device = device
+    def __init__(
+        self, device: str, method: str, used_j: Callable[[], float], period_s: float | None = None
+    ) -> None:
+        self.device, self.method, self.period_s = device, method, period_s
+        self._used_j = used_j
+        """Joules since its last call, or since it was made."""
         self._lock = threading.Lock()
         self._energy_j = 0.0
 
@@ -55,10 +55,6 @@ class Counter(ABC):
         with self._lock:
             self._energy_j += self._used_j()
             return self._energy_j
-
-    @abstractmethod
-    def _used_j(self) -> float:
-        """Joules since the last call, or since this object was made."""
 
 
 class PowerMeter:
@@ -152,23 +148,26 @@ def find_counters(device: torch.device) -> tuple[list[Counter], dict[str, str]]:
     return counters, missing
 
 
-class Rapl(Counter):
+def counted(read: Callable[[], int], unit_j: float, size: int = 0) -> Callable[[], float]:
+    """What a counter in units of so many joules grew by since the last call; one of a ``size``
+    comes round."""
+    last = read()
+
+    def used_j() -> float:
+        nonlocal last
+        before, last = last, read()
+        return ((last - before) % size if size else last - before) * unit_j
+
+    return used_j
+
+
+def rapl(zone: Path, device: str) -> Counter:
     """Energy of a processor package, or of the memory beside it; of all its processes. ``zone`` is
     a folder of powercap with ``energy_uj``; an OSError says that it cannot be read."""
-
-    method = "RAPL energy counter"
-
-    def __init__(self, zone: Path, device: str) -> None:
-        super().__init__(device)
-        self._file = zone / "energy_uj"
-        self._range_uj = int((zone / "max_energy_range_uj").read_text())
-        # half the time in which the counter can come round
-        self.period_s = self._range_uj / 1e6 / MOST_WATTS / 2
-        self._last_uj = int(self._file.read_text())
-
-    def _used_j(self) -> float:
-        before, self._last_uj = self._last_uj, int(self._file.read_text())
-        return (self._last_uj - before) % (self._range_uj + 1) / 1e6
+    range_uj = int((zone / "max_energy_range_uj").read_text())
+    used_j = counted(lambda: int((zone / "energy_uj").read_text()), 1e-6, range_uj + 1)
+    # half the time in which the counter can come round
+    return Counter(device, "RAPL energy counter", used_j, range_uj / 1e6 / MOST_WATTS / 2)
 
 
 def rapl_counters() -> list[Counter]:
@@ -193,7 +192,7 @@ def rapl_counters() -> list[Counter]:
         package = zone.name.split(":")[1]
         device = name if name.startswith("package") else f"{name} of package-{package}"
         try:
-            counters.append(Rapl(zone, device))
+            counters.append(rapl(zone, device))
         except PermissionError:
             denied.append(str(zone / "energy_uj"))
         except (OSError, ValueError):
@@ -208,36 +207,16 @@ def rapl_counters() -> list[Counter]:
     return counters
 
 
-class GpuEnergy(Counter):
-    """A GPU's own energy counter (Volta and later)."""
+def sampled(read_mw: Callable[[], int]) -> Callable[[], float]:
+    """Joules since the last call, from a power (mW) by the trapezoidal rule."""
+    last = time.perf_counter(), read_mw() / 1e3
 
-    method = "NVML energy counter"
+    def used_j() -> float:
+        nonlocal last
+        (before, last_watts), last = last, (time.perf_counter(), read_mw() / 1e3)
+        return (last[0] - before) * (last[1] + last_watts) / 2
 
-    def __init__(self, device: str, read_mj: Callable[[], int]) -> None:
-        super().__init__(device)
-        self._read_mj = read_mj
-        self._last_mj = read_mj()
-
-    def _used_j(self) -> float:
-        before, self._last_mj = self._last_mj, self._read_mj()
-        return (self._last_mj - before) / 1e3
-
-
-class GpuPower(Counter):
-    """Samples of a GPU's power, added up by the trapezoidal rule."""
-
-    method = f"NVML power, sampled every {SAMPLE_S:g} s"
-    period_s = SAMPLE_S
-
-    def __init__(self, device: str, read_mw: Callable[[], int]) -> None:
-        super().__init__(device)
-        self._read_mw = read_mw
-        self._last = (time.perf_counter(), read_mw() / 1e3)
-
-    def _used_j(self) -> float:
-        (before, last_watts), self._last = self._last, (time.perf_counter(), self._read_mw() / 1e3)
-        now, watts = self._last
-        return (now - before) * (watts + last_watts) / 2
+    return used_j
 
 
 def gpu_counter(device: torch.device) -> Counter:
@@ -269,7 +248,9 @@ def gpu_counter(device: torch.device) -> Counter:
 
         return read
 
-    try:
-        return GpuEnergy(label, reading(nvml.nvmlDeviceGetTotalEnergyConsumption))
+    try:  # Volta and later count themselves
+        energy_j = counted(reading(nvml.nvmlDeviceGetTotalEnergyConsumption), 1e-3)
+        return Counter(label, "NVML energy counter", energy_j)
     except OSError:
-        return GpuPower(label, reading(nvml.nvmlDeviceGetPowerUsage))
+        power_j = sampled(reading(nvml.nvmlDeviceGetPowerUsage))
+        return Counter(label, f"NVML power, sampled every {SAMPLE_S:g} s", power_j, SAMPLE_S)

@@ -14,13 +14,12 @@ from dlrm_core.train import train
 from dlrm_workbook.evidence import power
 from dlrm_workbook.evidence.power import (
     MOST_WATTS,
-    GpuEnergy,
-    GpuPower,
     PowerMeter,
-    Rapl,
     gpu_counter,
     power_meter,
+    rapl,
     rapl_counters,
+    sampled,
 )
 from dlrm_workbook.evidence.training import MeteredRun
 
@@ -74,25 +73,26 @@ def test_energy_and_power_are_those_between_start_and_stop(powercap):
 
 def test_a_counter_that_came_round_goes_on(tmp_path):
     folder = zone(tmp_path, "intel-rapl:0", "package-0", 900, range_uj=999)
-    counter = Rapl(folder, "package-0")
+    counter = rapl(folder, "package-0")
     (folder / "energy_uj").write_text("100")
     assert counter.energy_j() == pytest.approx(200e-6)
     (folder / "energy_uj").write_text("50")
     assert counter.energy_j() == pytest.approx(1150e-6)
 
 
-def test_a_counter_is_read_before_it_can_come_round_twice(tmp_path):
+def test_a_counter_is_read_before_it_can_come_round_twice(tmp_path, monkeypatch):
     # a range that 1000 W would fill in 20 ms: it is read every 10 ms
     folder = zone(tmp_path, "intel-rapl:0", "package-0", 0, range_uj=int(0.02 * MOST_WATTS * 1e6))
     read = threading.Event()
+    counter = rapl(folder, "package-0")
+    count = counter.energy_j
 
-    class Watched(Rapl):
-        def energy_j(self) -> float:
-            energy_j = super().energy_j()
-            read.set()
-            return energy_j
+    def watched() -> float:
+        energy_j = count()
+        read.set()
+        return energy_j
 
-    counter = Watched(folder, "package-0")
+    monkeypatch.setattr(counter, "energy_j", watched)
     assert counter.period_s == pytest.approx(0.01)
     meter = PowerMeter([counter], {}).start()
     value, range_uj = 0, int(0.02 * MOST_WATTS * 1e6) + 1
@@ -183,7 +183,7 @@ def counter_of(nvml: Nvml, uuid: str, monkeypatch: pytest.MonkeyPatch) -> power.
 def test_a_gpu_counts_its_own_energy(monkeypatch):
     nvml = Nvml(counts=True)
     counter = counter_of(nvml, "1", monkeypatch)
-    assert isinstance(counter, GpuEnergy) and counter.device == "gpu 0 (NVIDIA H100)"
+    assert counter.method == "NVML energy counter" and counter.device == "gpu 0 (NVIDIA H100)"
     meter = PowerMeter([counter], {}).start()
     nvml.energy_mj += 45_000
     assert meter.stop(0)["power"]["energy_j"] == pytest.approx(45.0)
@@ -193,7 +193,7 @@ def test_an_old_gpus_power_is_sampled(monkeypatch):
     now = [5.0]
     monkeypatch.setattr(power, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     counter = counter_of(Nvml(counts=False), "1", monkeypatch)
-    assert isinstance(counter, GpuPower) and counter.period_s == power.SAMPLE_S
+    assert "NVML power, sampled" in counter.method and counter.period_s == power.SAMPLE_S
     meter = PowerMeter([counter], {}).start()
     now[0] = 7.0
     assert meter.stop(0)["power_w"] == pytest.approx(300.0)
@@ -203,9 +203,9 @@ def test_the_trapezoidal_rule_follows_a_change_of_power(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     watts = [100_000]
-    counter = GpuPower("gpu", lambda: watts[0])
+    used_j = sampled(lambda: watts[0])
     now[0], watts[0] = 2.0, 300_000
-    assert counter.energy_j() == pytest.approx(400.0)
+    assert used_j() == pytest.approx(400.0)
 
 
 def test_a_gpu_that_nvml_does_not_know_is_said(monkeypatch):
