@@ -256,7 +256,7 @@ def programs() -> str:
 
 NEAR = 1.2
 
-FIRST_RUNS = ("veiled", "shaded", "hooded", "cloaked", "mantled")
+FIRST_RUNS = ("veiled", "shaded", "hooded", "cloaked", "mantled", "curtained")
 """Sets of programs of which the results are those of their first runs."""
 
 
@@ -477,10 +477,11 @@ def sections() -> Iterable[tuple[str, str, str]]:
         "trials. *Right*: the fault's line, or the code to write, comes first; of a program "
         "without a fault, no bottleneck is said. The rules were made with `opened` in sight, and "
         "then changed for what the first runs of the others had missed. Rows of `veiled`, "
-        "`shaded`, `hooded`, `cloaked` and `mantled` are their first runs, of programs that the "
+        "`shaded`, `hooded`, `cloaked`, `mantled` and `curtained` are first runs, of programs the "
         "rules had not seen (of `cloaked` the second, with the same rules: beside the first one "
         "other work ran; of `mantled` three with half and six with all of a mend of the sampler "
-        "that two of the first eleven had asked for, four of them for the second time): "
+        "that two of the first eleven had asked for, four of them for the second time; of "
+        "`curtained`, `organza` is the third, since other work ran beside two): "
         + ", ".join(_right("programs.json", half) for half in FIRST_RUNS)
         + " faults, "
         + ", ".join(_right("programs.json", half, with_fault=False) for half in FIRST_RUNS)

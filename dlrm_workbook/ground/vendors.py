@@ -204,7 +204,9 @@ def model_configuration(file: str) -> GivenSections | None:
     """A DeepSpark model configuration as a run of its ``train.py`` with no other flag, None where
     the file is no such configuration; an InputError says that a value in it is not possible."""
     path = Path(file)
-    if not path.is_file() or "categorical_feature_sizes" not in read_text(path, 1_000_000):
+    if path.suffix != ".json" or not path.is_file():
+        return None
+    if "categorical_feature_sizes" not in read_text(path, 1_000_000):
         return None
     values = {flag.key: flag.default for flag in DEEPSPARK_FLAGS}
     values |= {"model_config": file, "dataset": "data/Criteo_Terabyte"}
