@@ -157,6 +157,21 @@ class RunFolder:
             self._lock = None
 
 
+class RunError(RuntimeError):
+    """A notebook did not finish. The message names the cell and what it said.
+
+    Attributes:
+        folder: the run folder, with the partial notebook.
+        code: exit code for a command line: 1, 2 if a cell refused its input, or
+            128 + signal after an interruption.
+    """
+
+    def __init__(self, message: str, folder: RunFolder, code: int = 1) -> None:
+        super().__init__(message)
+        self.folder = folder
+        self.code = code
+
+
 GONE = "its process was killed, or the machine went down"
 
 

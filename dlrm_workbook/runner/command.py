@@ -18,10 +18,16 @@ from dlrm_core.config import Parameters, load_parameters
 from dlrm_workbook.analysis.verdict import compare_command
 from dlrm_workbook.ground.ledger import require_same
 from dlrm_workbook.ground.processes import only_process
-from dlrm_workbook.ground.runs import DEFAULT_OUTPUT_ROOT, RunFolder, claim_run_folder, named_run
+from dlrm_workbook.ground.runs import (
+    DEFAULT_OUTPUT_ROOT,
+    RunError,
+    RunFolder,
+    claim_run_folder,
+    named_run,
+)
 from dlrm_workbook.runner.parameters import explained_options, require_use, split_overrides
 from dlrm_workbook.runner.progress import columns
-from dlrm_workbook.runner.run import CHAIN, Plan, RunError, closed_by_signals, run_notebooks
+from dlrm_workbook.runner.run import CHAIN, Plan, closed_by_signals, run_notebooks
 from dlrm_workbook.runner.summary import plain_text
 
 RESUMABLE = {"compare": "comparison", "scaling": "measurement"}
@@ -158,7 +164,7 @@ def run_sweep(
             been run then.
     """
     # only here: it brings pandas along, which no other run of this process needs
-    from dlrm_workbook.trials.sweep.plan import PointFailed, Sweep, describe_failures, sweep_points
+    from dlrm_workbook.trials.sweep.plan import Sweep, describe_failures, sweep_points
 
     if not parameters.sweep:
         raise InputError(f"--resume: {arguments.file} has no sweep section")
@@ -186,9 +192,8 @@ def run_sweep(
 
     runs = [folder]
 
-    def run_point(point: Parameters, place: Path) -> Mapping[str, Path]:
+    def run_point(point: Parameters, place: Path, done: dict[str, Path]) -> None:
         """Run a point's notebooks that have not finished there, each in a folder of its name."""
-        done: dict[str, Path] = {}
         for name in names:
             finished = finished_run(place, name)
             if finished is None:
@@ -197,13 +202,9 @@ def run_sweep(
                     place, name, preset, parameters=given, command=typed, place=place / name
                 )
                 runs.append(run)
-                try:
-                    plan.execute(name, run, given, arguments.cell_timeout)
-                except RunError as error:
-                    raise PointFailed(str(error), error.code, done) from None
+                plan.execute(name, run, given, arguments.cell_timeout)
                 finished = run.path
             done[name] = finished
-        return done
 
     with closed_by_signals(runs):
         code = sweep.run(run_point)

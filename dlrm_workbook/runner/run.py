@@ -31,6 +31,7 @@ from dlrm_workbook.ground.runs import (
     DEFAULT_OUTPUT_ROOT,
     LATEST,
     NOTEBOOKS,
+    RunError,
     RunFolder,
     claim_run_folder,
     named_run,
@@ -69,21 +70,6 @@ MAY_BE_EMPTY = frozenset({"host_run"})
 """Places that may be given empty: their notebook has a value of its own, and works without any."""
 
 INPUT_ERRORS = ("InputError", "MissingToolError", "DatabaseError", "NoTraceError")
-
-
-class RunError(RuntimeError):
-    """A notebook did not finish. The message names the cell and what it said.
-
-    Attributes:
-        folder: the run folder, with the partial notebook.
-        code: exit code for a command line: 1, 2 if a cell refused its input, or
-            128 + signal after an interruption.
-    """
-
-    def __init__(self, message: str, folder: RunFolder, code: int = 1) -> None:
-        super().__init__(message)
-        self.folder = folder
-        self.code = code
 
 
 def run_notebooks(

@@ -11,10 +11,11 @@ from test_notebooks import run_cells
 
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_workbook.analysis.ensemble import WHOLE_STEP
+from dlrm_workbook.ground.runs import RunError, RunFolder
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.show.tables import Text, TextTable
 from dlrm_workbook.trials.sweep.analyse import SweepSummary
-from dlrm_workbook.trials.sweep.plan import PointFailed, Sweep
+from dlrm_workbook.trials.sweep.plan import Sweep
 
 SIZES = [16, 32, 64, 128, 256]
 
@@ -46,24 +47,23 @@ def test_the_compare_notebook_of_finished_runs(tmp_path: Path) -> None:
 class Measured:
     """Stands in for the profile notebook: the top MLP grows with the batch, the data does not."""
 
-    def __call__(self, of: Parameters, place: Path) -> dict[str, Path]:
+    def __call__(self, of: Parameters, place: Path, done: dict[str, Path]) -> None:
         size = of.training.batch_size
         if size == 32 and of.model.embedding_dim == 4:
-            raise PointFailed("the machine was switched off", 1, {})
+            raise RunError("the machine was switched off", RunFolder(place, {}))
         scale = {PARTS[1]: size / 16, PARTS[2]: size / 16}
         profile = noisy(size, scale, {"parameters": of.to_sections()})
-        return {"profile": Path(saved(place / "profile", profile))}
+        done["profile"] = Path(saved(place / "profile", profile))
 
 
 class MeasuredWithoutProfiler(Measured):
     """The same, with iterations without a profiler: they took 5 ms."""
 
-    def __call__(self, of: Parameters, place: Path) -> dict[str, Path]:
-        folders = super().__call__(of, place)
-        profile = Profile.load(folders["profile"] / "profile")
+    def __call__(self, of: Parameters, place: Path, done: dict[str, Path]) -> None:
+        super().__call__(of, place, done)
+        profile = Profile.load(done["profile"] / "profile")
         profile.meta["unprofiled_iteration_ms"] = [5.0] * 20
-        profile.save_meta(folders["profile"] / "profile")
-        return folders
+        profile.save_meta(done["profile"] / "profile")
 
 
 def test_the_parts_of_a_sweep_add_up_to_its_points(tmp_path: Path) -> None:

@@ -22,11 +22,11 @@ from dlrm_core.config import Parameters, load_parameters, parameters_from_sectio
 from dlrm_workbook import cli
 from dlrm_workbook.analysis.ensemble import swept_runs
 from dlrm_workbook.ground.machine import REPOSITORY
-from dlrm_workbook.ground.runs import latest_run
+from dlrm_workbook.ground.runs import RunError, RunFolder, latest_run
 from dlrm_workbook.runner.index import write_index
 from dlrm_workbook.trials.sweep import show as figures
 from dlrm_workbook.trials.sweep.analyse import SweepSummary, newest_sweep
-from dlrm_workbook.trials.sweep.plan import PointFailed, Sweep, describe_failures, sweep_points
+from dlrm_workbook.trials.sweep.plan import Sweep, describe_failures, sweep_points
 
 SWEEP = {
     "training.batch_size": [8, 16],
@@ -104,14 +104,13 @@ class Runner:
         self.failing = dict(failing or {})
         self.ran: list[int] = []
 
-    def __call__(self, of: Parameters, place: Path) -> dict[str, Path]:
+    def __call__(self, of: Parameters, place: Path, done: dict[str, Path]) -> None:
         number = int(place.name[:2])
         self.ran.append(number)
         if code := self.failing.pop(number, 0):
-            raise PointFailed(f"point {number} went wrong", code, {})
-        folder = place / "profile"
-        folder.mkdir(parents=True)
-        return {"profile": folder}
+            raise RunError(f"point {number} went wrong", RunFolder(place, {}), code)
+        done["profile"] = place / "profile"
+        done["profile"].mkdir(parents=True)
 
 
 def begin(folder: Path) -> Sweep:
@@ -200,13 +199,13 @@ def test_laws_are_fitted_to_reliable_points_only(tmp_path: Path) -> None:
     grid = {"training.batch_size": [8, 16, 32, 64]}
     sweep = Sweep.begin(tmp_path, parameters(grid), ["train"], {}, "dlrm run train -f small.yaml")
 
-    def train(of: Parameters, place: Path) -> dict[str, Path]:
+    def train(of: Parameters, place: Path, done: dict[str, Path]) -> None:
         size = of.training.batch_size
         times = 4 * ([10.0, 300.0, 40.0, 500.0] if size == 32 else [float(size)] * 4)
         place.mkdir(parents=True)
         result = {"ms_per_iteration": max(times), "iteration_ms": times}
         (place / "result.json").write_text(json.dumps(result))
-        return {"train": place}
+        done["train"] = place
 
     assert sweep.run(train) == 0
     summary = SweepSummary(tmp_path)

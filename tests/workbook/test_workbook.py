@@ -26,7 +26,7 @@ from dlrm_workbook import cli
 from dlrm_workbook.analysis.ensemble import SWEEP
 from dlrm_workbook.analysis.sentences import in_markdown
 from dlrm_workbook.ground.machine import REPOSITORY
-from dlrm_workbook.ground.runs import claim_run_folder, latest_run, named_run
+from dlrm_workbook.ground.runs import RunError, claim_run_folder, latest_run, named_run
 from dlrm_workbook.runner import engine as notebook_engine
 from dlrm_workbook.runner import run as workbook
 from dlrm_workbook.runner.command import closing_words
@@ -35,7 +35,6 @@ from dlrm_workbook.runner.parameters import typed_options
 from dlrm_workbook.runner.run import (
     CHAIN,
     Plan,
-    RunError,
     closed_by_signals,
     measured_file,
     recording_name,

@@ -26,28 +26,15 @@ from dlrm_workbook.analysis.changes import apply_change, change_text, flat_chang
 from dlrm_workbook.analysis.ensemble import SWEEP
 from dlrm_workbook.ground.ledger import read_document, require_same
 from dlrm_workbook.ground.machine import versions
-from dlrm_workbook.ground.runs import GONE, mark_interrupted
+from dlrm_workbook.ground.processes import only_process
+from dlrm_workbook.ground.runs import GONE, RunError, mark_interrupted
 
 SWEEP_VERSION = 1
 MOST_POINTS = 10_000
 
-RunPoint = Callable[[Parameters, Path], Mapping[str, Path]]
-"""Runs the notebooks of one point that are not done yet: its parameters and its folder;
-returns all of them, name to run folder. Raises PointFailed."""
-
-
-class PointFailed(RuntimeError):
-    """A point did not finish.
-
-    Attributes:
-        code: exit code; 128 or more after a signal: the sweep stops then.
-        done: the notebooks of the point that did finish, name to run folder.
-    """
-
-    def __init__(self, message: str, code: int, done: Mapping[str, Path]) -> None:
-        super().__init__(message)
-        self.code = code
-        self.done = dict(done)
+RunPoint = Callable[[Parameters, Path, dict[str, Path]], None]
+"""Runs the notebooks of one point that are not done yet: its parameters, its folder, and where to
+note each that is done, name to run folder. Raises RunError; after a signal the sweep stops."""
 
 
 @dataclass(frozen=True)
@@ -223,18 +210,19 @@ class Sweep:
             0 if every point finished, 1 if not, 128 + signal after an interruption.
         """
         code = 0
-        self.record["status"] = "running"
-        for point, row in zip(self.points, self.rows, strict=True):
-            place = f"sweep: point {point.number} of {len(self.points)}, {point.label}"
-            if row["status"] == "finished":
-                print(f"{place}: finished before", file=sys.stderr, flush=True)
-                continue
-            print(place, file=sys.stderr, flush=True)
-            code = self._run_point(run_point, point, row)
-            if "error" in row:
-                print(f"{place}: {row['error']}", file=sys.stderr, flush=True)
-            if code >= 128:
-                break
+        with only_process(self.folder):
+            self.record["status"] = "running"
+            for point, row in zip(self.points, self.rows, strict=True):
+                place = f"sweep: point {point.number} of {len(self.points)}, {point.label}"
+                if row["status"] == "finished":
+                    print(f"{place}: finished before", file=sys.stderr, flush=True)
+                    continue
+                print(place, file=sys.stderr, flush=True)
+                code = self._run_point(run_point, point, row)
+                if "error" in row:
+                    print(f"{place}: {row['error']}", file=sys.stderr, flush=True)
+                if code >= 128:
+                    break
         left = describe_failures(self)
         self.record["status"] = "interrupted" if code >= 128 else "failed" if left else "finished"
         self.save()
@@ -246,12 +234,12 @@ class Sweep:
         row.pop("error", None)
         self.save()
         started = time.monotonic()
-        code = 0
+        code, done = 0, dict[str, Path]()
         try:
-            done = dict(run_point(point.parameters, self.folder / point.name))
+            run_point(point.parameters, self.folder / point.name, done)
             row["status"] = "finished"
-        except PointFailed as failure:
-            done, code = failure.done, failure.code
+        except RunError as failure:
+            code = failure.code
             row["status"] = "interrupted" if code >= 128 else "failed"
             row["error"] = str(failure)
         # relative, so that the folder can be moved
