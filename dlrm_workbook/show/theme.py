@@ -702,9 +702,9 @@ def add_headings(target: go.Figure, groups: Iterable[tuple[float, str]]) -> None
 
 
 def with_room(ends: Iterable[float], texts: Iterable[str]) -> list[float]:
-    """The axis from 0 on which each text fits behind its end; a long one takes half of it."""
+    """The axis from 0 on which each text fits behind its end; a long one has less than half."""
     letters = (len(re.sub("<[^>]*>", "", text)) + 2 for text in texts)
-    room = (max(0.5, 1 - LETTER * count / PLOT_WIDTH) for count in letters)
+    room = (max(0.55, 1 - LETTER * count / PLOT_WIDTH) for count in letters)
     reach = (end / share for end, share in zip(ends, room, strict=True) if end == end)
     return [0.0, max(reach, default=0.0) or 1.0]
 

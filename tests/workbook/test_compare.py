@@ -197,6 +197,9 @@ def test_finished_runs_are_compared_by_their_steps_without_a_profiler(tmp_path: 
     text = compare_figures.outcome_text(compared).markdown
     assert "no difference shown**, the speed-up lies anywhere from" in text
     assert "faster" not in text and "slower" not in text
+    outcome.speedup = Interval(0.3, 0.6, 1.6, 0.95)
+    text = compare_figures.outcome_text(compared).markdown
+    assert "1.67x slower, which scatter hides**, the speed-up lies anywhere from 0.30x" in text
     assert compared.sameness == "The same in all: parameters, versions, machine."
     for profile in compared.profiles.values():
         profile.meta = {"engine": "torch", "machine": {"cpu": "x"}}
