@@ -5,6 +5,7 @@ A sweep runs every point's notebooks and then makes one page over all of them.
 
 from __future__ import annotations
 
+import resource
 import shlex
 import sys
 import textwrap
@@ -37,12 +38,21 @@ SWEEP_NAME = "sweep"
 """Name of the notebook of a sweep's summary page."""
 
 
+LEAST_FILES = 128
+"""That a process must be able to open for a notebook's kernel to be talked to."""
+
+
 def command_run(arguments: Any) -> int:
     """``dlrm run``: exit code 0 only if every notebook finished.
 
     The run folder is the last line on standard output; exit codes of failures are
     those of :class:`RunError`.
     """
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if 0 <= files < LEAST_FILES:
+        raise InputError(
+            f"notebooks need {LEAST_FILES} open files, of which ulimit -n allows {files}"
+        )
     for_sections, own = split_overrides(arguments.parameter)
     require_use([arguments.notebook], for_sections, own)
     if arguments.resume and arguments.file is None:

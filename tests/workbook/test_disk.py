@@ -56,6 +56,16 @@ def test_output_that_cannot_be_written_is_a_sentence() -> None:
     assert mute.returncode == 2, "even where the sentence itself cannot be written"
 
 
+def test_too_few_open_files_are_a_sentence() -> None:
+    few = (40, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    done = dlrm(
+        *("run", "bottlenecks", "-p", "profile_run=latest"),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, few),
+    )
+    assert done.returncode == 2 and "ulimit -n allows 40" in done.stderr
+    assert one_sentence(done.stderr)
+
+
 def test_a_reader_that_goes_away_is_no_error() -> None:
     command = f"{sys.executable} -m dlrm_workbook parameters | true; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT)

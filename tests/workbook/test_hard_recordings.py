@@ -101,7 +101,7 @@ BROKEN: dict[str, list[Any]] = {
         kernel(20, 50, 1) | {"cat": "gpu_memcpy"},
         kernel(100, 300, 2),
     ],
-    "deep": [span("cpu_op", i, 9000 - 2 * i) for i in range(3000)],
+    "deep": [span("cpu_op", i, 90_000 - 2 * i) for i in range(30_000)],
 }
 
 

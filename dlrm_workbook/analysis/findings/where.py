@@ -159,13 +159,12 @@ def outermost_row(parent: np.ndarray, row: np.ndarray) -> np.ndarray:
     Args:
         row: (n,) row of the nearest marked context at or above each, -1 for none.
     """
-    outermost = row
-    while True:
-        over = parent[np.maximum(outermost, 0)]
-        above = np.where((outermost >= 0) & (over >= 0), row[np.maximum(over, 0)], -1)
-        if (above < 0).all():
-            return outermost
-        outermost = np.where(above >= 0, above, outermost)
+    over = np.where(parent >= 0, row[parent], -1)
+    own = np.arange(len(row))
+    upper = np.where((row == own) & (over >= 0), over, own)
+    while (upper[upper] != upper).any():  # each time twice as far up
+        upper = upper[upper]
+    return np.where(row >= 0, upper[row], -1)
 
 
 def _time_of_contexts(profile: Profile, context: Any, ms: Any) -> np.ndarray:

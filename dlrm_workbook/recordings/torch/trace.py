@@ -344,12 +344,13 @@ class _Builder:
         made = len(roots)
         order = np.argsort(depth, kind="stable")
         bounds = np.searchsorted(depth[order], np.arange(depth.max(initial=-1) + 2))
+        kinds = what.max(initial=0) + 1
         for begin, finish in itertools.pairwise(bounds):
             rows = order[begin:finish]
             over = np.where(parent[rows] >= 0, context[parent[rows]], profile[rows])
-            same, keys = pd.factorize(over * (what.max() + 1) + what[rows])
+            called = over * kinds + what[rows]
+            keys, new, same = np.unique(called, return_index=True, return_inverse=True)
             context[rows] = made + same
-            new = ~pd.Series(same).duplicated().to_numpy()
             first.append(rows[new])
             above.append(over[new])
             made += len(keys)
