@@ -281,23 +281,23 @@ def _sections(cells: Iterable[Cell]) -> Section:
 
 def _fold(section: Section) -> None:
     """Fold what is tagged, and tables that stand right behind a figure of their section."""
-    behind_figure = False
+    behind = ""  # title of the figure that the next table stands behind
     for part in section.parts:
         if isinstance(part, Section):
             _fold(part)
-            behind_figure = False
+            behind = ""
             continue
         shown = part.seen
         if part.kind == "markdown":
-            behind_figure = False
+            behind = ""
         if not shown or part.failed:
             continue
         tables = all(output.is_table for output in shown)
         figure = next((output for output in shown if output.kind == "figure"), None)
-        if (tables and behind_figure and "open" not in part.tags) or "detail" in part.tags:
+        if (tables and behind and "open" not in part.tags) or "detail" in part.tags:
             table = next((output.caption for output in shown if output.is_table), "")
-            part.fold = figure.title if figure else table or ("Numbers" if tables else "Details")
-        behind_figure = figure is not None or (tables and behind_figure)
+            part.fold = figure.title if figure else table or (behind if tables else "") or "Details"
+        behind = figure.title if figure else behind * tables
 
 
 def _leave_out(section: Section, absent: dict[Markup, list[Markup]]) -> None:

@@ -533,7 +533,7 @@ def test_what_repeats_a_figure_or_is_a_detail_is_folded(tmp_path: Path) -> None:
         cell(shown(titled), tags=["detail"]),
         cell(shown({"text/markdown": "words"}), tags=["detail"]),
     )
-    assert folds(text) == ["Numbers part · time (ms)", "Times of  parts", "Details"]
+    assert folds(text) == ["Figure 1 part · time (ms)", "Times of  parts", "Details"]
 
 
 def test_a_section_can_start_closed(tmp_path: Path) -> None:
