@@ -28,6 +28,7 @@ from dlrm_workbook.analysis.attribution import (
     unattributed,
 )
 from dlrm_workbook.analysis.device_counters import counted_sentence
+from dlrm_workbook.analysis.devices import DATA_SHEET
 from dlrm_workbook.analysis.findings import (
     changes,
     data,
@@ -57,7 +58,6 @@ from dlrm_workbook.analysis.findings.where import part_name
 from dlrm_workbook.analysis.kernel_names import kernel_family
 from dlrm_workbook.analysis.lanes import MOST_LANES
 from dlrm_workbook.analysis.lines import by_role
-from dlrm_workbook.analysis.roofline import BY_SHEET
 from dlrm_workbook.ground.units import milliseconds, percent
 from dlrm_workbook.recordings.foreign import START_UP
 from dlrm_workbook.recordings.profile import Profile
@@ -442,7 +442,7 @@ def _reached(evidence: Evidence, component: str, phase: str) -> str:
         "memory bandwidth": "this machine's memory gives",
         **dict.fromkeys(("dispatch", "launches"), "calling its operators allows"),
     }
-    by_sheet = row["ceiling"].str.endswith(BY_SHEET).iloc[0]
+    by_sheet = (evidence.meta.get("ceilings") or {}).get("source") == DATA_SHEET
     what = "its data sheet allows" if by_sheet else ceilings.get(limit, "this machine allows")
     return f", at {percent(row['share_of_ceiling'].iloc[0])} of what {what}: {limit}"
 
