@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import csv
+import errno
 import gc
 import os
 import signal
@@ -144,11 +145,7 @@ def main(
     description: str = DESCRIPTION,
     opened: Callable[[argparse.Namespace], AbstractContextManager[Any]] = nullcontext,
 ) -> int:
-    """Run one subcommand.
-
-    Args:
-        opened: makes of the arguments, which it may complete, a context in which the
-            subcommand's module is imported.
+    """Run a subcommand; its module is imported in what ``opened`` makes of the arguments.
 
     Returns:
         0 when it did what was asked; 1 when it failed, or its output cannot be written; 2 when
@@ -182,6 +179,9 @@ def main(
         _forget(sys.stdout)
         return 128 + signal.SIGPIPE
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            _complain(f"{name}: {str(error.filename)[:100]}...: {error.strerror}")
+            return 2
         if error.errno not in DISK_TROUBLE:
             raise
         _forget(sys.stdout)

@@ -6,6 +6,7 @@ import resource
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +57,14 @@ def test_output_that_cannot_be_written_is_a_sentence() -> None:
     assert mute.returncode == 2, "even where the sentence itself cannot be written"
 
 
-def test_too_few_open_files_are_a_sentence() -> None:
-    few = (40, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-    done = dlrm(
-        *("run", "bottlenecks", "-p", "profile_run=latest"),
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, few),
-    )
+def test_too_few_open_files_and_too_long_names_are_sentences() -> None:
+    few = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (40, 40))
+    done = dlrm("run", "bottlenecks", "-p", "profile_run=latest", preexec_fn=few)
     assert done.returncode == 2 and "ulimit -n allows 40" in done.stderr
     assert one_sentence(done.stderr)
+    for words in (["inspect"], ["data", "inspect"], ["train", "-f"]):
+        done = dlrm(*words, "n" * 300)
+        assert done.returncode == 2 and one_sentence(done.stderr) and len(done.stderr) < 500
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:
