@@ -39,7 +39,7 @@ SWEEP_NAME = "sweep"
 
 
 LEAST_FILES = 128
-"""That a process must be able to open for a notebook's kernel to be talked to."""
+"""A process that runs a notebook opens about 100: its kernel's sockets, pipes and files."""
 
 
 def command_run(arguments: Any) -> int:

@@ -34,7 +34,7 @@ LABEL = 0.4
 """Room for the text beside a bar, as a share of the longest one."""
 
 FAR = math.log(1.2)
-"""From here on the middle of a range that holds 1 is told: steps are told apart there."""
+"""A range that holds 1 has its middle told where that is as far from 1, as a logarithm."""
 
 TWICE = 1.0
 """A difference of this many doublings has the full colour."""
