@@ -80,7 +80,8 @@ def run(*words: str, check: bool = True) -> str:
 
 def inside(host: int) -> list[str]:
     """What stands before a command that runs on a host."""
-    return ["ip", "netns", "exec", HOSTS[host]]
+    named = ["unshare", "--uts", "sh", "-c", f'hostname {HOSTS[host]}; exec "$@"', "sh"]
+    return ["ip", "netns", "exec", HOSTS[host], *named]
 
 
 @contextlib.contextmanager

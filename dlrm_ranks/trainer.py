@@ -183,8 +183,7 @@ def train(
             lines = stack.enter_context(metrics_lines(folder / "metrics.jsonl", checkpoint))
         result = trainer.train(observer, lines)
         ranks = gathered(
-            world,
-            about_rank(world, trainer.tables) | {"ms_per_iteration": result.ms_per_iteration},
+            world, about_rank(world, trainer.tables) | {"ms_per_iteration": result.ms_per_iteration}
         )
         if folder is not None and first:
             write_json(folder / "result.json", asdict(result) | {"ranks": ranks})

@@ -18,6 +18,7 @@ import contextlib
 import datetime
 import hashlib
 import json
+import math
 import os
 import signal
 import sys
@@ -158,8 +159,8 @@ class Lost:
         """All of it, for a person."""
         host, pid, iteration = (self.told[name] for name in ("host", "pid", "iteration"))
         return (
-            f"rank {self.rank} (host {host}, process {pid}) {self.how}; its last iteration was "
-            f"{iteration:,}: the run ends, checkpoints already written stay"
+            f"rank {self.rank} (host {host}{f', process {pid}' * (pid > 0)}) {self.how}; its last "
+            f"iteration was {iteration:,}: the run ends, checkpoints already written stay"
         )
 
 
@@ -168,6 +169,7 @@ def judge(
     now: float,
     limit_s: float,
     process_state: Callable[[dict[str, Any]], str],
+    patience_s: float = math.inf,
 ) -> Lost | None:
     """Which rank is lost, if one is.
 
@@ -175,6 +177,7 @@ def judge(
         signs: of all ranks, one's own among them.
         process_state: of a rank's process as far as one can see from here: '' (it is
             elsewhere), 'gone', or the kernel's letter, 'T' for stopped.
+        patience_s: after which silence a rank is lost once an exchange of this one has failed.
     """
     for rank, sign in signs.items():
         told = sign.told
@@ -186,13 +189,12 @@ def judge(
         if seen == "gone":
             return Lost(rank, told, "is gone: it was killed or crashed")
         silent = now - sign.new_at
-        if silent > limit_s:
+        if silent > min(limit_s, patience_s):
             stopped = " and is stopped (SIGSTOP)" if seen == "T" else ""
+            limit = f"training.rank_timeout_s: {limit_s:g}"
+            why = limit if silent > limit_s else "an exchange failed meanwhile"
             return Lost(
-                rank,
-                told,
-                f"has given no sign of life for {silent:.0f} s{stopped} "
-                f"(training.rank_timeout_s: {limit_s:g})",
+                rank, told, f"has given no sign of life for {silent:.0f} s{stopped} ({why})"
             )
     active = {r: s for r, s in signs.items() if s.told.get("state") == "running"}
     waiting = [s for s in active.values() if s.told["waiting"]]
@@ -236,11 +238,7 @@ class Watch:
     """
 
     def __init__(
-        self,
-        world: World,
-        collectives: Collectives,
-        limit_s: float,
-        command: str = "dlrm train",
+        self, world: World, collectives: Collectives, limit_s: float, command: str = "dlrm train"
     ) -> None:
         self.iteration = 0
         self._command = command
@@ -251,7 +249,7 @@ class Watch:
         self._state, self._message = "running", ""
         self._begun = own_start()
         self._signs = {rank: Sign() for rank in range(world.size)}
-        self._last_store_s = time.monotonic()
+        self._unanswered, self._patience_s = 0, math.inf
         self._over = threading.Event()
         # a client of its own: the process group's may be busy with a collective
         self._store = launcher_store()
@@ -262,6 +260,7 @@ class Watch:
         everyone = [KEY.format(rank=rank) for rank in self._signs]
         self._store.wait(everyone, datetime.timedelta(seconds=2 * self._limit_s + 30))
         self._thread.start()
+        threading.Thread(target=self._guard, name="dlrm-guard", daemon=True).start()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
@@ -287,7 +286,8 @@ class Watch:
                 # torchrun wants us to end because of the other: that takes a moment
                 for number in (signal.SIGINT, signal.SIGTERM):
                     signal.signal(number, signal.SIG_IGN)
-            self._thread.join(timeout=min(self._limit_s, 3.0))
+            self._patience_s = min(self._limit_s, 4 * self._period_s)  # a host may be gone
+            self._thread.join(timeout=min(self._limit_s, 7.0))
 
     def _run(self) -> None:
         while not self._over.wait(self._period_s):
@@ -295,12 +295,21 @@ class Watch:
                 self._tell()
                 lost = self._look()
             except RuntimeError:
-                if time.monotonic() - self._last_store_s < self._limit_s:
-                    continue
-                told = {"host": os.environ["MASTER_ADDR"], "pid": 0, "iteration": self.iteration}
-                lost = Lost(0, told, "cannot be asked: the launcher's store is gone")
+                continue  # the guard counts these
             if lost is not None and not self._over.is_set():
                 self._end(lost)
+
+    def _guard(self) -> None:
+        """End this rank when the store answers no more: a cut link leaves a call without an end.
+
+        Times are counted at which the guard woke, so that a process that stood still counts none.
+        """
+        while not self._over.wait(self._period_s):
+            self._unanswered += 1
+            if self._unanswered * self._period_s > self._limit_s:
+                told = {"host": os.environ["MASTER_ADDR"], "pid": 0, "iteration": self.iteration}
+                since = f"the launcher's store has not answered for {self._limit_s:g} s"
+                self._end(Lost(0, told, f"cannot be asked: {since}"))
 
     def _tell(self) -> None:
         collectives = self._collectives
@@ -323,7 +332,7 @@ class Watch:
 
     def _look(self) -> Lost | None:
         texts = self._store.multi_get([KEY.format(rank=rank) for rank in self._signs])
-        now = self._last_store_s = time.monotonic()
+        now, self._unanswered = time.monotonic(), 0
         for sign, text in zip(self._signs.values(), texts, strict=True):
             told = json.loads(text)
             if told != sign.told:
@@ -331,7 +340,7 @@ class Watch:
             if told["progress"] != sign.progress:
                 sign.progress, sign.progress_at = told["progress"], now
             sign.told = told
-        return judge(self._signs, now, self._limit_s, self._seen_from_here)
+        return judge(self._signs, now, self._limit_s, self._seen_from_here, self._patience_s)
 
     def _seen_from_here(self, told: dict[str, Any]) -> str:
         if told["host"] != self._world.host:
@@ -345,7 +354,7 @@ class Watch:
         pid, here = lost.told["pid"], lost.told["host"] == self._world.host
         if lost.speaks:
             time.sleep(_PARTING_S)
-        elif self._world.rank == min(survivors, default=0):
+        elif self._world.rank == min(survivors, default=0) or not (pid or self._world.local_rank):
             print(f"{self._command}: {lost.sentence()}", file=sys.stderr, flush=True)
             if here and pid and self._seen_from_here(self._signs[lost.rank].told) != "gone":
                 with contextlib.suppress(OSError):

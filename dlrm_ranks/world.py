@@ -137,9 +137,7 @@ def joined(config: TrainingConfig) -> Iterator[World]:
     # who is missing is found sooner, and named, by the watch
     timeout = datetime.timedelta(seconds=2 * config.rank_timeout_s + 30)
     dist.init_process_group(
-        world.backend,
-        timeout=timeout,
-        device_id=world.device if world.backend == "nccl" else None,
+        world.backend, timeout=timeout, device_id=world.device if world.backend == "nccl" else None
     )
     yield world
     dist.destroy_process_group()

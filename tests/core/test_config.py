@@ -286,8 +286,7 @@ def test_overrides_replace_one_leaf(tmp_path):
     path = tmp_path / "p.yaml"
     path.write_text("training: {batch_size: 8, learning_rate: 1e-3}\nmodel:\n")
     parameters = load_parameters(
-        path,
-        ["training.batch_size=4096", "model.tables=2", "model.table_rows=[3, 4]", "title=a=b"],
+        path, ["training.batch_size=4096", "model.tables=2", "model.table_rows=[3, 4]", "title=a=b"]
     )
     assert parameters.training.batch_size == 4096
     # YAML 1.1 reads 1e-3 as text; we do not

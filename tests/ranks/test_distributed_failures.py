@@ -2,12 +2,14 @@
 
 import json
 import os
+import queue
 import re
 import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -18,6 +20,7 @@ from small_training import SMALL, sections_with, whole_checkpoint
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.run.checkpoint import steps_in
+from dlrm_ranks import watch
 from dlrm_ranks.trainer import require_same_start
 from dlrm_ranks.watch import Sign, judge, own_start, process_state
 from dlrm_studies.scaling.launch import RanksFailed, how_it_ended, launch_lines, run_ranks
@@ -139,6 +142,9 @@ def sign(rank, now, *, silent=0.0, kept=0.0, waiting=False, state="running", pro
     return Sign(told, now - silent, progress, now - kept)
 
 
+BEHIND = {"waiting": True, "kept": 12, "progress": 9}
+
+
 @pytest.mark.parametrize(
     ("signs", "seen", "lost", "how"),
     [
@@ -152,15 +158,7 @@ def sign(rank, now, *, silent=0.0, kept=0.0, waiting=False, state="running", pro
         # all stand still: who waits is not to blame
         ([{"waiting": True, "kept": 12}, {"kept": 11}], "R", 1, "kept the others waiting for 11 s"),
         # all wait: who is behind
-        (
-            [
-                {"waiting": True, "kept": 12, "progress": 9},
-                {"waiting": True, "kept": 12, "progress": 8},
-            ],
-            "R",
-            1,
-            "kept the others waiting",
-        ),
+        ([BEHIND, BEHIND | {"progress": 8}], "R", 1, "kept the others waiting"),
         # nobody waits (all make a large batch), or one goes on: nothing is wrong
         ([{"kept": 50}, {"kept": 50}], "R", None, ""),
         ([{"waiting": True, "kept": 50}, {"kept": 1}], "R", None, ""),
@@ -170,17 +168,40 @@ def test_who_is_lost(signs, seen, lost, how):
     now = 1000.0
     given = {rank: sign(rank, now, **about) for rank, about in enumerate(signs)}
     alive = "R" if seen == "gone" else seen
-    found = judge(
-        given,
-        now,
-        10.0,
-        lambda told: "gone" if told["state"] == "done" else (alive if told["pid"] == 101 else "R"),
-    )
+
+    def process(told):
+        return "gone" if told["state"] == "done" else (alive if told["pid"] == 101 else "R")
+
+    found = judge(given, now, 10.0, process)
     assert (found.rank if found else None) == lost
     if found:
         assert re.search(how, found.how)
         assert found.speaks == (signs[lost].get("state") == "refused")
         assert "process 101" in found.sentence() and "last iteration was 7" in found.sentence()
+
+
+def test_a_silent_rank_is_lost_sooner_once_an_exchange_failed():
+    given = {rank: sign(rank, 50.0, silent=5.0 * rank) for rank in range(2)}
+    assert judge(given, 50.0, 10.0, lambda told: "") is None
+    found = judge(given, 50.0, 10.0, lambda told: "", 4.0)
+    assert found.how == "has given no sign of life for 5 s (an exchange failed meanwhile)"
+
+
+def test_a_rank_that_is_cut_off_says_so(monkeypatch, capsys):
+    """The call to the launcher's store neither answers nor fails, as when a link is cut."""
+    ended = queue.Queue()
+    mute = SimpleNamespace(set=lambda *told: None, wait=lambda *asked: None)
+    mute.multi_get = lambda keys: threading.Event().wait()
+    monkeypatch.setattr(watch, "launcher_store", lambda: mute)
+    monkeypatch.setattr(watch.os, "_exit", ended.put)
+    monkeypatch.setenv("MASTER_ADDR", "first")
+    world = SimpleNamespace(rank=3, local_rank=0, size=4, host="second")
+    with watch.Watch(world, SimpleNamespace(calls=1, waiting=True), 0.3) as it:
+        it.iteration = 7
+        assert ended.get(timeout=30) == 3
+    said = capsys.readouterr().err.splitlines()[0]
+    assert said.startswith("dlrm train: rank 0 (host first) cannot be asked: the launcher's store ")
+    assert "has not answered for 0.3 s; its last iteration was 7: the run ends" in said
 
 
 def test_a_process_is_known_by_its_start():

@@ -23,16 +23,7 @@ from dlrm_workbook.ground.units import (
     thousands,
     yes_or_no,
 )
-from dlrm_workbook.show.tables import (
-    BESIDE,
-    Cells,
-    Column,
-    TextTable,
-    column,
-    draw,
-    show,
-    signed,
-)
+from dlrm_workbook.show.tables import BESIDE, Cells, Column, TextTable, column, draw, show, signed
 from dlrm_workbook.show.theme import (
     COLOURS,
     add_ends,

@@ -525,10 +525,7 @@ def test_launches_that_cannot_keep_up(trace: Trace) -> None:
     first = listed(trace.read())[0]
     assert (first.id, first.limit) == ("launch_bound", "launches")
     assert "90 kernels per iteration of 2.0 µs" in first.evidence
-    assert first.change == {
-        "training.cuda_graphs": True,
-        "training.embedding_backend": "fused",
-    }
+    assert first.change == {"training.cuda_graphs": True, "training.embedding_backend": "fused"}
     assert first.component == "top_mlp"
     fused = {"training": {"embedding_backend": "fused"}}
     assert listed(trace.read(parameters=fused))[0].change == {"training.cuda_graphs": True}
