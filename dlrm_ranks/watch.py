@@ -301,9 +301,7 @@ class Watch:
 
     def _guard(self) -> None:
         """End this rank when the store answers no more: a cut link leaves a call without an end.
-
-        Times are counted at which the guard woke, so that a process that stood still counts none.
-        """
+        Its own wakings are counted, of which a process that stood still has none."""
         while not self._over.wait(self._period_s):
             self._unanswered += 1
             if self._unanswered * self._period_s > self._limit_s:

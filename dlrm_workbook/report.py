@@ -31,6 +31,7 @@ from dlrm_workbook.analysis.reference import at_reference
 from dlrm_workbook.analysis.roofline import roofline
 from dlrm_workbook.analysis.sentences import in_markdown, without_html
 from dlrm_workbook.analysis.verdict import Stage
+from dlrm_workbook.ground.profiling import GIVEN
 from dlrm_workbook.ground.runs import DEFAULT_OUTPUT_ROOT
 from dlrm_workbook.ground.units import milliseconds, percent
 from dlrm_workbook.recordings.profile import Profile
@@ -247,9 +248,8 @@ def explain(
         root = Path(output_root)
         return Report(find_profile(str(profile_run), root, parts, device_name, model_file))
     asked = run.parameters.profiling
-    source = find_profile(
-        str(profile_run), run.output_root, asked.parts, asked.device_name, asked.model_file
-    )
+    model = run.parameters if asked.model_file == GIVEN else asked.model_file
+    source = find_profile(str(profile_run), run.output_root, asked.parts, asked.device_name, model)
     run.explains(source)
     return Report(source, run.folder)
 

@@ -154,7 +154,12 @@ def main(
     from dlrm_core.base.machine import end_with_starter
 
     end_with_starter()
-    sys.stdout, sys.stderr = shown_on(sys.stdout), shown_on(sys.stderr)
+    # the next file that is opened would take the number of a stream that somebody closed
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
+    sys.stdout = shown_on(sys.stdout or os.fdopen(1, "w"))
+    sys.stderr = shown_on(sys.stderr or os.fdopen(2, "w"))
     # at its end Python would search for cycles in all that was imported, which takes seconds
     atexit.register(gc.freeze)
     given = list(sys.argv[1:] if argv is None else argv)

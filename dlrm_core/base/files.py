@@ -146,8 +146,8 @@ def whole_folder(target: Path, what: str) -> Iterator[Path]:
 def open_binary(path: Path) -> Iterator[IO[bytes]]:
     """A file that a user named, open for reading; only a regular one is opened.
 
-    A pipe or a device is refused at once: it could wait, or go on, for ever. Raises InputError if
-    it is missing, no regular file, or cannot be read.
+    A pipe, a device or one of /proc is refused at once: it could wait, or go on, for ever. Raises
+    InputError if it is missing, no regular file, or cannot be read.
     """
     try:
         # without waiting for who writes a pipe; to a regular file the flag means nothing
@@ -157,10 +157,11 @@ def open_binary(path: Path) -> Iterator[IO[bytes]]:
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise InputError(f"{path} cannot be read: {why}") from None
-    mode = os.fstat(handle).st_mode
-    if not stat.S_ISREG(mode):
+    about = os.fstat(handle)
+    kernels = os.path.ismount("/proc") and about.st_dev == Path("/proc").stat().st_dev
+    if kernels or not stat.S_ISREG(about.st_mode):
         os.close(handle)
-        what = "a folder" if stat.S_ISDIR(mode) else "no regular file"
+        what = "a folder" if stat.S_ISDIR(about.st_mode) else "no regular file"
         raise InputError(f"{path} cannot be read: it is {what}")
     with os.fdopen(handle, "rb") as file:
         yield file

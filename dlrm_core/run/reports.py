@@ -201,10 +201,7 @@ class Report:
         return next((i for i in fresh if not math.isfinite(self.done_losses[i])), None)
 
     def interval(self, rate: float) -> None:
-        """Tell of what was settled since the interval before, if anything was.
-
-        ``rate`` is the learning rate of the last iteration.
-        """
+        """Tell of what was settled since the last interval; ``rate`` is the last learning rate."""
         begin, self._reported = self._reported, len(self.done_ms)
         losses = self.done_losses[begin:]
         if not losses:
@@ -215,8 +212,7 @@ class Report:
         self._tell(self._speed(begin) | line)
 
     def _speed(self, begin: int = 0) -> dict[str, Any]:
-        """Speed of the iterations from the ``begin``-th on, by the names of
-        :class:`TrainingResult`; NaN where there are none."""
+        """Speed from the ``begin``-th iteration on, by the names of the result; NaN of none."""
         times = self.done_ms[begin:] or [math.nan]
         mean = statistics.fmean(times)
         data = 1e3 * statistics.fmean(self.data_s[begin:] or [math.nan])

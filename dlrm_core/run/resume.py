@@ -85,9 +85,7 @@ def make_room(step: Step, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     return optimizer_state(step)[0]
 
 
-def _torch_weights(
-    step: Step,
-) -> Iterator[tuple[str, torch.nn.Parameter, torch.optim.Optimizer]]:
+def _torch_weights(step: Step) -> Iterator[tuple[str, torch.nn.Parameter, torch.optim.Optimizer]]:
     """Name and weight of everything that an optimiser of torch updates."""
     names = _names(step)
     for optimizer in (*step.dense_optimizers, *(side for _, side in _table_updates(step))):

@@ -24,6 +24,7 @@ from dlrm_workbook.analysis.reference import Reference, reference, unprofiled_ti
 from dlrm_workbook.analysis.sentences import in_markdown
 from dlrm_workbook.analysis.steady import SteadyState, steady_state
 from dlrm_workbook.ground.units import percent, ratio
+from dlrm_workbook.recordings.foreign import START_UP
 from dlrm_workbook.recordings.profile import Profile
 
 GOOD_FOR = {
@@ -158,7 +159,9 @@ def _doubts(
         why = "this is a recorded sample"
         yield Doubt("amber", why, "another machine may show something else")
     if step is None:
-        yield Doubt("amber", "the recording marks no steps", "shares are of all of it")
+        told = profile.contexts["phase"].eq(START_UP).any() or profile.meta["engine"] == "torch"
+        of_all = "shares are of all of it" + ", start-up with it, which no name tells" * (not told)
+        yield Doubt("amber", "the recording marks no steps", of_all)
     is_of_gpu = profile.of_kind("runtime").any() or profile.meta.get("engine") == "nsight"
     is_of_gpu |= profile.which("name", lambda name: bool(OF_GPUS.match(name))).any()
     if is_of_gpu and not profile.has("gpu_time_ms"):

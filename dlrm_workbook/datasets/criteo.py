@@ -24,7 +24,7 @@ from typing import IO, Any
 import numpy as np
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.base.files import make_folder, sync_folder
+from dlrm_core.base.files import make_folder, open_binary, sync_folder
 from dlrm_core.data.files.spec import index_dtype, read_spec
 from dlrm_workbook.datasets.loops import (
     BAD_INTEGER,
@@ -335,6 +335,8 @@ def _whole_lines(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def _open(path: Path) -> IO[bytes]:
+    with open_binary(path):
+        pass  # or it is refused
     return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb", buffering=0)  # type: ignore[return-value]
 
 

@@ -95,16 +95,13 @@ def detect(path: Path) -> str:
 
 def _unfinished(path: Path) -> dict[str, Any]:
     note = read_json(path / NOTE)
-    problem = (
-        f"{path}: not finished; give the command that began it again "
-        f"(done so far: {json.dumps(note.get('done'))})"
-    )
+    problem = f"{path}: not finished; give the command that began it again (done so far: "
+    problem += f"{json.dumps(note.get('done'))})"
     return _report(path, "unfinished") | {"metadata": note, "problems": [problem]}
 
 
 def _split(source: Source, problems: list[str]) -> dict[str, Any]:
-    files = {column.file for column in (source.label, *source.tables)}
-    files |= {source.dense_file}
+    files = {column.file for column in (source.label, *source.tables)} | {source.dense_file}
     clicks = 0.0
     for _, labels in _checked(source, source.read_labels, problems, source.label.values):
         clicks += float(labels.sum())

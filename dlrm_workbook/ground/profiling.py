@@ -18,6 +18,8 @@ REMEDIES = (
 )
 """Remedies that can be tried on a running program, by the name that chooses them."""
 
+GIVEN = "given"
+"""``model_file``: the run's own parameters, which ``--like`` gives beside a recording."""
 
 MEANINGS = read_yaml(Path(__file__).with_name("meanings.yaml").read_text(encoding="utf-8"))
 

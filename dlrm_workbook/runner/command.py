@@ -19,6 +19,7 @@ from dlrm_core.config import Parameters, load_parameters
 from dlrm_workbook.analysis.verdict import compare_command
 from dlrm_workbook.ground.ledger import require_same
 from dlrm_workbook.ground.processes import only_process
+from dlrm_workbook.ground.profiling import GIVEN
 from dlrm_workbook.ground.runs import (
     DEFAULT_OUTPUT_ROOT,
     RunError,
@@ -37,7 +38,6 @@ RESUMABLE = {"compare": "comparison", "scaling": "measurement"}
 SWEEP_NAME = "sweep"
 """Name of the notebook of a sweep's summary page."""
 
-
 LEAST_FILES = 128
 """A process that runs a notebook opens about 100: its kernel's sockets, pipes and files."""
 
@@ -53,6 +53,8 @@ def command_run(arguments: Any) -> int:
         raise InputError(
             f"notebooks need {LEAST_FILES} open files, of which ulimit -n allows {files}"
         )
+    if arguments.like and arguments.notebook == "bottlenecks":
+        arguments.parameter = [f"profiling.model_file={GIVEN}", *arguments.parameter]
     for_sections, own = split_overrides(arguments.parameter)
     require_use([arguments.notebook], for_sections, own)
     if arguments.resume and arguments.file is None:

@@ -197,7 +197,7 @@ def find_profile(
     output_root: Path,
     parts: Mapping[str, str] | None = None,
     device_name: str = "",
-    model_file: str = "",
+    model: str | Parameters = "",
 ) -> Source:
     """The profile asked for, else that of the newest finished run, else the recorded sample.
 
@@ -215,7 +215,8 @@ def find_profile(
     if folder is not None:
         recording = open_recording(folder, parts)
         profile = recording.profile
-        like = load_parameters(model_file, []).to_sections() if model_file else None
+        known = load_parameters(model, []) if model and isinstance(model, str) else model
+        like = known.to_sections() if isinstance(known, Parameters) else None
         for each in {id(p): p for p in (profile, *recording.ranks.values())}.values():
             if device_name:
                 name_device(each.meta, device_name)

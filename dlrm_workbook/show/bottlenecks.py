@@ -290,8 +290,7 @@ def memory_by_part(memory: pd.DataFrame) -> go.Figure:
 
 
 def memory_line(curve: pd.DataFrame) -> go.Figure:
-    """Memory held through torch, by
-    :func:`~dlrm_workbook.analysis.operators.memory_curve`."""
+    """Memory held through torch, by :func:`~dlrm_workbook.analysis.operators.memory_curve`."""
     result = figure("Memory over the recording", 340, legend=curve["device"].nunique() > 1)
     for device, part in curve.groupby("device"):
         line = {"shape": "hv", "width": 1.5, "color": _DEVICE_COLOURS.get(str(device), INK)}

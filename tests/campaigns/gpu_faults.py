@@ -481,11 +481,7 @@ SET_A = {
 }
 
 
-SETS = {
-    "A": SET_A,
-    "G": gpu_set_g.FAULTS,
-    "H": gpu_set_h.FAULTS,
-}
+SETS = {"A": SET_A, "G": gpu_set_g.FAULTS, "H": gpu_set_h.FAULTS}
 FAULTS = {kind: fault for faults in SETS.values() for kind, fault in faults.items()}
 
 COLLECTIVES = "communication|exposed_communication|rank_imbalance|load_imbalance"

@@ -453,10 +453,7 @@ FAULTS = {
         grown_copies, "meta resnet rank5*8 graphs", "", heads=r"cop(y|ies)\b|transfer"
     ),
     "gathered_weights": answer(
-        gathered_weights,
-        "rank0 meta graphs rank5*8",
-        r"[Aa]ll_?-?[Gg]ather",
-        "launch_bound",
+        gathered_weights, "rank0 meta graphs rank5*8", r"[Aa]ll_?-?[Gg]ather", "launch_bound"
     ),
     "logging_rank": sealed(
         lambda *_: "",
@@ -467,10 +464,7 @@ FAULTS = {
     "converted_batches": sealed(
         slower("astype"),
         ("h100-host", "cpu-python"),
-        (
-            (r"data_generation|\bdata\b", ""),
-            (ANY_FINDING, r"astype|[Cc]onver(t|sion)"),
-        ),
+        ((r"data_generation|\bdata\b", ""), (ANY_FINDING, r"astype|[Cc]onver(t|sion)")),
         unless=r"small_batch|batch is too small",
     ),
 }

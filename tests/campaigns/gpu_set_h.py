@@ -168,20 +168,13 @@ annotated_sampling = host_work("forward", {"## negative sampling ##": 1.0})
 
 hashing_on_host = host_work(
     "batch",
-    {
-        "aten::bitwise_xor": 0.3,
-        "aten::__rshift__": 0.2,
-        "aten::mul": 0.15,
-        "aten::remainder": 0.35,
-    },
+    {"aten::bitwise_xor": 0.3, "aten::__rshift__": 0.2, "aten::mul": 0.15, "aten::remainder": 0.35},
     each=(2000.0, 9000.0),
 )
 """The host hashes raw categories to rows of tables."""
 
 ipc_handles = host_work(
-    "batch",
-    {"cudaIpcOpenMemHandle": 0.7, "cudaIpcCloseMemHandle": 0.3},
-    each=(200.0, 900.0),
+    "batch", {"cudaIpcOpenMemHandle": 0.7, "cudaIpcCloseMemHandle": 0.3}, each=(200.0, 900.0)
 )
 """Batches come from another process as handles of memory on the GPU, opened one by one."""
 
@@ -288,10 +281,7 @@ FAULTS = {
         permuted_features, "rank5*8 meta rank0", r"{kernel}|[Pp]ermut", OF_WORK
     ),
     "eigen_preconditioner": answer(
-        eigen_preconditioner,
-        "rank0 resnet rank5*8",
-        r"{kernel}|eigh\b|linalg|[Ee]igen",
-        OF_WORK,
+        eigen_preconditioner, "rank0 resnet rank5*8", r"{kernel}|eigh\b|linalg|[Ee]igen", OF_WORK
     ),
     "loss_scaling": answer(
         loss_scaling,
@@ -306,20 +296,14 @@ FAULTS = {
         OF_WORK,
     ),
     "coalesced_gradients": answer(
-        coalesced_gradients,
-        "rank5*8 meta",
-        r"{kernel}|aten::_?coalesce|coalesceValues",
-        OF_WORK,
+        coalesced_gradients, "rank5*8 meta", r"{kernel}|aten::_?coalesce|coalesceValues", OF_WORK
     ),
     "hard_negatives": answer(
         hard_negatives, "rank0 meta rank5*8", r"{kernel}|topk|TopK|radixFindKth", OF_WORK
     ),
     "dropout": answer(dropout, "rank0 meta rank5*8 resnet", r"{kernel}|[Dd]ropout", OF_WORK),
     "cache_populate": answer(
-        cache_populate,
-        "rank5*8 meta rank0",
-        r"{kernel}|lru_cache|cache_(populate|insert)",
-        OF_WORK,
+        cache_populate, "rank5*8 meta rank0", r"{kernel}|lru_cache|cache_(populate|insert)", OF_WORK
     ),
     "bucketized_on_host": answer(bucketized_on_host, "rank0 meta rank5*8 graphs", r"[Bb]ucketi"),
     "annotated_sampling": answer(annotated_sampling, "rank5*8 resnet bert*8", r"negative.sampling"),
@@ -333,10 +317,7 @@ FAULTS = {
     "conditions": sealed(
         conditions,
         ("rank5*8", "bert", "rank0"),
-        (
-            (r"synchron|readback|read back|\.item", ""),
-            (".", r"is_nonzero"),
-        ),
+        ((r"synchron|readback|read back|\.item", ""), (".", r"is_nonzero")),
     ),
     "per_field_layers": sealed(
         per_field_layers,
@@ -350,17 +331,11 @@ FAULTS = {
     "waited_copies": sealed(
         waited_copies,
         ("rank0", "meta", "bert*8", "resnet"),
-        (
-            (r"cop(y|ies)\b|transfer", ""),
-            (r"synchron", r"Memcpy|aten::copy_|\bcop(y|ies)\b|HtoD"),
-        ),
+        ((r"cop(y|ies)\b|transfer", ""), (r"synchron", r"Memcpy|aten::copy_|\bcop(y|ies)\b|HtoD")),
         unless="pageable",
     ),
     "autotuning": answer(
-        autotuning,
-        "rank5*8 meta bert*8",
-        r"triton|[Aa]utotun|[Mm]emset|[Mm]emory set",
-        OF_WORK,
+        autotuning, "rank5*8 meta bert*8", r"triton|[Aa]utotun|[Mm]emset|[Mm]emory set", OF_WORK
     ),
     "allocating_rank": sealed(
         lambda *_: "",

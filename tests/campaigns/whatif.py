@@ -362,10 +362,7 @@ def _medians(turns: list[dict[str, Any]]) -> dict[str, float]:
 def _child(arguments: list[str], launcher: str = "") -> dict[str, Any]:
     command = [*shlex.split(launcher), sys.executable, __file__, "child", *arguments]
     done = subprocess.run(
-        command,
-        env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"},
-        capture_output=True,
-        text=True,
+        command, env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}, capture_output=True, text=True
     )
     if done.returncode != 0:
         sys.exit(f"{shlex.join(arguments)} failed:\n{done.stderr}")

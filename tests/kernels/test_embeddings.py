@@ -246,10 +246,7 @@ def test_indices_changed_between_forward_and_backward_are_noticed():
         torch.autograd.backward(pooled, [torch.ones(10, 16)])
 
 
-@given(
-    st.lists(st.integers(0, 10_000), min_size=1, max_size=40),
-    st.integers(1, 64),
-)
+@given(st.lists(st.integers(0, 10_000), min_size=1, max_size=40), st.integers(1, 64))
 def test_units_of_work_cover_every_table_once(lookups, threads):
     plan = share_out(tuple(np.cumsum([0, *lookups]).tolist()), threads)
     for table in range(len(lookups)):

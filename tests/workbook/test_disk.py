@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/dev/full and l
 
 ROOT = Path(__file__).parents[2]
 QUICK = ["-f", "quick", "-p", "training.batches=4", "-p", "training.batch_size=32"]
+MODULE = [sys.executable, "-m", "dlrm_workbook"]
 FULL = "No space left on device"
 LIMITED = "File too large"
 """What the system says of a file that grows beyond RLIMIT_FSIZE."""
@@ -33,7 +35,7 @@ NO_BYTECODE = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
 def dlrm(*words: str, **streams: Any) -> subprocess.CompletedProcess[str]:
     given = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
     return subprocess.run(
-        [sys.executable, "-m", "dlrm_workbook", *words],
+        [*MODULE, *words],
         text=True,
         cwd=ROOT,
         env=NO_BYTECODE,
@@ -55,6 +57,11 @@ def test_output_that_cannot_be_written_is_a_sentence() -> None:
             assert done.stderr == f"dlrm {words[0]}: the output cannot be written: {FULL}\n"
         mute = dlrm("train", "-f", "nothing-of-that-name", stderr=full)
     assert mute.returncode == 2, "even where the sentence itself cannot be written"
+    for closed in ((1,), (1, 2), (0, 1, 2)):
+        gone = [f"{number}>&-" for number in closed]
+        shell = ["bash", "-c", shlex.join([*MODULE, "parameters"]) + " " + " ".join(gone)]
+        done = subprocess.run(shell, cwd=ROOT, capture_output=True, check=False)
+        assert (done.returncode, done.stdout) == (0, b"") and b"Traceback" not in done.stderr
 
 
 def test_too_few_open_files_and_too_long_names_are_sentences() -> None:
@@ -63,8 +70,10 @@ def test_too_few_open_files_and_too_long_names_are_sentences() -> None:
     assert done.returncode == 2 and "ulimit -n allows 40" in done.stderr
     assert one_sentence(done.stderr)
     for words in (["inspect"], ["data", "inspect"], ["train", "-f"]):
-        done = dlrm(*words, "n" * 300)
-        assert done.returncode == 2 and one_sentence(done.stderr) and len(done.stderr) < 500
+        for name in ("n" * 300, "/proc/kmsg"):
+            done = dlrm(*words, name)
+            assert done.returncode == 2 and one_sentence(done.stderr) and len(done.stderr) < 500
+            assert name[0] == "n" or "it is no regular file" in done.stderr
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:

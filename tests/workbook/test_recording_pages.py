@@ -12,11 +12,12 @@ from browser import PHONE, check_drawn, open_page, require_browser
 from recordings import SEVERAL, TRACES, recording
 from test_notebooks import run_cells
 
+from dlrm_core.base.files import read_json
+from dlrm_workbook import cli
 from dlrm_workbook.ground.machine import REPOSITORY
 from dlrm_workbook.ground.runs import RunFolder
 from dlrm_workbook.ground.units import at_most, ratio
 from dlrm_workbook.runner.pages import FIGURE
-from dlrm_workbook.runner.run import run_notebooks
 from dlrm_workbook.runner.summary import table_rows
 from dlrm_workbook.show.tables import bundle
 from tests.conftest import Chain
@@ -24,6 +25,10 @@ from tests.conftest import Chain
 pytestmark = [pytest.mark.browser, pytest.mark.notebook, pytest.mark.usefixtures("browser")]
 
 SCREEN = {"width": 1440, "height": 900}
+EXPERIMENT = (
+    "dlrm_s_pytorch.py --mini-batch-size=2048 --num-batches=100 --arch-mlp-bot=512-512-64 "
+    "--arch-mlp-top=1024-1024-1024-1 --arch-sparse-feature-size=64 --data-generation=random"
+)
 PAGES = {"experiment": "dlrm-h100-pc.d", "several ranks": SEVERAL}
 
 
@@ -31,9 +36,13 @@ PAGES = {"experiment": "dlrm-h100-pc.d", "several ranks": SEVERAL}
 def explained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(name, run folder of the page that explains the recording)."""
     require_browser()
-    given = f"profile_run={recording(PAGES[request.param])}"
+    given = ["run", "bottlenecks", "-p", f"profile_run={recording(PAGES[request.param])}"]
+    if request.param == "experiment":
+        given += ["--like", EXPERIMENT, "-p", "profiling.device_name=H100-SXM"]
     out = tmp_path_factory.mktemp("pages")
-    return request.param, run_notebooks(["bottlenecks"], None, [given], out)
+    assert cli.main([*given, "--output-root", str(out)]) == 0
+    folder = next(out.glob("*/*-bottlenecks-*"))
+    return request.param, RunFolder(folder, read_json(folder / "run.json"))
 
 
 HOVERS = """() => [...document.querySelectorAll('.js-plotly-plot')].flatMap(
@@ -67,6 +76,8 @@ def test_pages_draw_and_say_what_the_recording_holds(explained: tuple[str, RunFo
     if name == "experiment":
         assert document["findings"][0]["share_of_step"] == pytest.approx(0.998, abs=0.001)
         assert "idle 99.8%" in document["headline"]
+        # by the model that its command names, which the recording does not
+        assert "at rates of the GPU's data sheet" in document["headline"]
         assert any("serialised" in caution for caution in document["cautions"])
         assert "copies" not in {finding["id"] for finding in document["findings"]}
 

@@ -695,8 +695,7 @@ class _Walk:
             )
         cautions.add(
             self.malformed,
-            "event{s} lack{v} a name, a time or what else torch.profiler writes, and {was} left "
-            "out",
+            "event{s} lack{v} a name, time or what else torch.profiler writes, and {was} left out",
         )
         if nanoseconds:
             cautions.said.append(f"The times of this trace are read as nanoseconds: {why}.")

@@ -885,8 +885,7 @@ class SparseGradients(Remedy):
         kind, other = cls.twins[type(one.optimizer).__name__], one.name
         listed = re.sub(r"\.(\d+)", r"[\1]", ", ".join(names))
         return (
-            f"tables = [{listed}]\n"
-            "for table in tables:\n    table.sparse = True\n"
+            f"tables = [{listed}]\nfor table in tables:\n    table.sparse = True\n"
             f"table_optimizer = torch.optim.{kind}(\n"
             f"    [table.weight for table in tables], lr={group['lr']:g}\n)\n"
             f"# leave these weights out of {other}; beside its own calls:\n"
