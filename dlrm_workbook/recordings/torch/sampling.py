@@ -34,6 +34,9 @@ INTERVALS_S = (0.0005, 0.002)
 MOST_SHARE = 0.05
 """Share of the time that sampling may compute: samples of many threads are taken less often."""
 
+MOST_READS = 5
+"""Times that a stack is read, until the thread stood still meanwhile."""
+
 SWITCH_S = 1e-5
 """Seconds after which a thread that computes is asked for the interpreter's lock."""
 
@@ -199,12 +202,17 @@ class StackSampler:
             ctypes.CDLL(None).prctl(_SET_TIMER_SLACK, 1)
         while not self._over.wait(max(self.interval_s, cost_s / MOST_SHARE)):
             began = time.thread_time()
-            frames = sys._current_frames()
-            now = time.perf_counter_ns()
-            frame = frames.pop(self._watched, None)
-            if frame is None:
-                return  # the thread has ended
-            self._samples.append((now, self._number(frame)))
+            for _ in range(MOST_READS):
+                frames = sys._current_frames()
+                now = time.perf_counter_ns()
+                frame = frames.pop(self._watched, None)
+                if frame is None:
+                    return  # the thread has ended
+                place, number = frame.f_lasti, self._number(frame)
+                # else it went on meanwhile: the lines of its outer frames are of a later moment
+                if sys._current_frames().get(self._watched) is frame and frame.f_lasti == place:
+                    break
+            self._samples.append((now, number))
             if self._reads_others:
                 frames.pop(threading.get_ident(), None)
                 for thread, other in frames.items():
