@@ -333,6 +333,10 @@ def _made_table(profile: Profile, by: str) -> pd.DataFrame:
     return table[columns]
 
 
+CHECKPOINT = ("", 0, "torch.utils.checkpoint")
+"""Stands for the function that runs again where all of it is a library's."""
+
+
 def _is_marked(path: Path, mark: str) -> bool:
     """Whether a library function of a mark runs below the last frame of a path."""
     return bool(path) and path[-1][1].endswith(mark)
@@ -404,6 +408,10 @@ class LineTable:
                 callers.setdefault(frame[:3], caller)
             if first + 1 < len(ran):
                 below[number] = ran[first + 1][:3]
+            elif _is_marked(path, "again"):
+                below[number] = CHECKPOINT
+            if _is_marked(path, "checkpoint"):
+                callers.setdefault(CHECKPOINT, ran[-1])
         times = self.times[self.times["thread"].eq(0) & self.times["path"].isin(list(below))]
         sums = times["ms"].groupby(times["path"].map(below)).sum() / self.count
         ms_of: dict[Any, float] = sums.sort_values(ascending=False).to_dict()

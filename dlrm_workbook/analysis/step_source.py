@@ -72,9 +72,13 @@ class Source:
         self.statements = list(_statements(body))
 
     def at(self, line: int) -> Statement | None:
-        """The innermost statement on a line."""
+        """The innermost statement on a line; of several the one that runs the backward pass."""
         holds = [one for one in self.statements if line in one.lines]
-        return min(holds, key=lambda one: len(one.lines), default=None)
+
+        def order(one: Statement) -> tuple[int, bool]:
+            return len(one.lines), not (one.node and "backward" in ast.dump(one.node))
+
+        return min(holds, key=order, default=None)
 
     def attributes(self) -> set[str]:
         """Attributes of its object, such as ``self.x``, that the function binds."""

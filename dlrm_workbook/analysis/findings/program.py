@@ -711,8 +711,8 @@ def backward_twice(evidence: Evidence, ledger: Causes) -> Measured | None:
     title="Forward passes that run again within the backward pass take {share:.0%} of each step: "
     "{name}",
     evidence=(
-        "{functions} run below the backward pass too, {time:ms} of {step_ms:ms}: what they "
-        "computed was thrown away and is computed again, as torch.utils.checkpoint does.",
+        "Below the backward pass run {functions}, {time:ms} of {step_ms:ms}: what the forward "
+        "pass computed was thrown away and is computed again, as torch.utils.checkpoint does.",
     ),
     advice="Where memory suffices, keep activations: call the module itself instead of "
     "torch.utils.checkpoint, or recompute fewer of them.",

@@ -34,8 +34,13 @@ MARKS = {
     "weights": re.compile(r"(?:^|/)torch/nn/utils/(?:parametri\w+|(?:weight|spectral)_norm)\.py:"),
     "module": re.compile(r"(?:^|/)torch/nn/modules/module\.py:.*_call_impl$"),
     "backward": re.compile(
-        r"(?:^|/)torch/(_tensor\.py:.*backward$|autograd/(__init__|graph)\.py:)"
+        r"(?:^|/)torch/(_tensor\.py:.*backward|autograd/(__init__\.py:(backward|grad)|"
+        r"graph\.py:_engine_run_backward))$"
     ),
+    "again": re.compile(
+        r"(?:^|/)torch/utils/checkpoint\.py:.*(unpack_hook|recompute_fn|CheckpointFunction\.backward)$"
+    ),
+    "checkpoint": re.compile(r"(?:^|/)torch/utils/checkpoint\.py:"),
     "started": re.compile(r"(?:^|/)torch/utils/data/\w+\.py:_MultiProcessing\w+\.__init__$"),
     "loader": re.compile(r"(?:^|/)torch/utils/data/"),
     "received": re.compile(r"(?:^|/)torch/multiprocessing/reductions\.py:rebuild_"),
@@ -153,7 +158,10 @@ class _Paths:
                 self._append(path, (file, int(given[1]), function, int(given[3])))
             elif path and (mark := mark_of(f"{file}:{function}")):
                 frame, marks = path[-1]
-                path[-1] = (frame, f"{marks.partition(' ')[0]} {mark}")
+                role, _, above = marks.partition(" ")
+                # whatever runs again does, but for the backward pass that it is for
+                again = above == "again" and mark != "backward"
+                path[-1] = (frame, f"{role} {above if again else mark}")
             part = parse_span(function.rpartition(".")[2])
             if path and part:
                 frame, marks = path[-1]
