@@ -47,7 +47,8 @@ class Tables(nn.Module):
 
 def contrast(vectors: torch.Tensor, popularity: np.ndarray) -> torch.Tensor:
     scores = vectors @ vectors.T - torch.from_numpy(popularity)
-    return torch.log_softmax(scores, dim=1).diagonal().mean().neg()
+    both = torch.log_softmax(scores, dim=1) + torch.log_softmax(scores, dim=0)
+    return both.diagonal().mean().neg()
 
 
 def scale(loss: torch.Tensor, model: nn.Module) -> float:

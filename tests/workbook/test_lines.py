@@ -26,7 +26,7 @@ from dlrm_workbook.recordings.foreign import PartNames
 from dlrm_workbook.recordings.measure import measure
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile
-from dlrm_workbook.recordings.torch.lines import mark_of, read_lines
+from dlrm_workbook.recordings.torch.lines import _Paths, mark_of, read_lines
 from dlrm_workbook.recordings.torch.sampling import SOON, SWITCH_S, StackSampler
 from dlrm_workbook.recordings.torch.seen_operators import _within_function
 from dlrm_workbook.samples import sample_profile
@@ -261,6 +261,11 @@ def test_tensors_that_workers_send_one_by_one_are_told() -> None:
         ("torch/multiprocessing/reductions.py:rebuild_storage_fd", "received"),
         ("torch/utils/data/dataloader.py:_BaseDataLoaderIter.__next__", "loader"),
         ("torch/utils/data/dataloader.py:_MultiProcessingDataLoaderIter.__init__", "started"),
+        ("torch/autograd/graph.py:_engine_run_backward", "backward"),
+        ("torch/autograd/graph.py:saved_tensors_hooks.__exit__", ""),
+        ("torch/utils/checkpoint.py:_checkpoint_hook.__init__.<locals>.unpack_hook", "again"),
+        ("torch/utils/checkpoint.py:CheckpointFunction.backward", "again"),
+        ("torch/utils/checkpoint.py:checkpoint", "checkpoint"),
     ],
 )
 def test_libraries_tell_what_a_line_does(function: str, mark: str) -> None:
@@ -368,6 +373,28 @@ def test_what_the_loss_depends_on_is_read_from_the_source() -> None:
     assert step.batch == {11, 12, 13, 14}
     assert step.model == {16, 17, 18, 20}
     assert step.parameters == {"loader", "self.device", "self.mask"}
+
+
+def test_a_backward_pass_may_stand_behind_another_statement() -> None:
+    text = "def run():\n    b = make()\n    l = net(b)\n    o.zero_grad(); l.backward(); o.step()\n"
+    step = Source(text, 1).step(4, None, {3})
+    assert (step.batch, step.model) == ({2}, {3, 4})
+
+
+def test_what_runs_again_is_told_apart_from_the_backward_pass_that_it_is_for() -> None:
+    torch = "/site-packages/torch/"
+    again = [
+        *(("a.py", 1, "main", 9), (f"{torch}_tensor.py", 1, "Tensor.backward", 2)),
+        *((f"{torch}utils/checkpoint.py", 1, "CheckpointFunction.backward", 2),),
+        (f"{torch}nn/modules/module.py", 1, "Module._call_impl", 2),
+    ]
+    frames = [*again, (f"{torch}autograd/__init__.py", 1, "backward", 2)]
+    table = _Paths()
+    numbers = [table.of_stack(frames[:4]), table.of_stack(frames)]
+    assert [list(table.paths)[number] for number in numbers] == [
+        ((0, " again"),),
+        ((0, " backward"),),
+    ]
 
 
 def test_arguments_are_followed_to_the_caller() -> None:
