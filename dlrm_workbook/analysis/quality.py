@@ -159,7 +159,9 @@ def _doubts(
         why = "this is a recorded sample"
         yield Doubt("amber", why, "another machine may show something else")
     if step is None:
-        told = profile.contexts["phase"].eq(START_UP).any() or profile.meta["engine"] == "torch"
+        told = (
+            profile.contexts["phase"].eq(START_UP).any() or profile.meta["engine"] != "hpctoolkit"
+        )
         of_all = "shares are of all of it" + ", start-up with it, which no name tells" * (not told)
         yield Doubt("amber", "the recording marks no steps", of_all)
     is_of_gpu = profile.of_kind("runtime").any() or profile.meta.get("engine") == "nsight"

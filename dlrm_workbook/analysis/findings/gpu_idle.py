@@ -539,6 +539,16 @@ def _migrations(evidence: Evidence) -> np.ndarray:
     return evidence.named(re.compile(MIGRATED))[evidence.work["context"].to_numpy()]
 
 
+def _pages_outside_kernels(evidence: Evidence) -> int:
+    """How many moves of pages begin while no kernel runs, which is who waits for the others."""
+    work, moves = evidence.work, _migrations(evidence)
+    is_kernel = evidence.profile.of_kind("kernel")[work["context"].to_numpy()] & ~moves
+    kernels, moment = work[is_kernel].sort_values("start_ns"), work.loc[moves, "start_ns"]
+    until = np.maximum.accumulate(kernels["end_ns"].to_numpy())
+    before = np.searchsorted(kernels["start_ns"], moment, "right")
+    return int((np.append(0, until)[before] <= moment).sum())
+
+
 def _main_launcher(evidence: Evidence, kernels: pd.DataFrame) -> tuple[pd.DataFrame, float, str]:
     """Who launches most: one part's operator, or all of one part where it calls several.
 
@@ -798,8 +808,8 @@ def _host_meanwhile(evidence: Evidence, idle: pd.DataFrame, partly: bool) -> Mea
         "that runs ahead, launches without waiting), or move it to the GPU.",
     }
     if figures["host"].startswith(NOT_RECORDED):
-        pages = int(_migrations(evidence).sum())
-        if pages > MANY_PAGES:
+        pages = _pages_outside_kernels(evidence)
+        if pages > MANY_PAGES and not evidence.named(re.compile("MemPrefetchAsync")).any():
             figures |= {"pages": pages, "remedy": PREFETCH}
         elif evidence.meta.get("engine") == "torch":
             figures["remedy"] = RECORD_MORE
