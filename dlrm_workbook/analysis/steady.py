@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +47,10 @@ SPLIT_APART = 1.25
 
 SINGLE_APART = 4.0
 """The same of a single slow iteration: a straggler by chance seldom reaches it."""
+
+COLD_APART = 2.0
+"""Times the slowest of the others, at least three, that a first iteration takes which loads and
+compiles: however few they are, it is a warm-up."""
 
 STRAGGLER_LEAST = 0.05
 """An outlier, a warm-up or another level differs by at least this share of the usual time."""
@@ -134,7 +138,8 @@ def steady_state(times_ms: npt.ArrayLike) -> SteadyState:
 
     * Warm-up: change point of the mean rank (the largest standardised rank sum over all
       beginnings up to half the run; Pettitt 1979), repeated on the rest until none is found;
-      then up to six leading iterations all of which are slower than chance allows.
+      then up to six leading iterations all of which are slower than chance allows. Of four to
+      seven the first, if it takes far longer than each of the others.
     * Stragglers: beyond what the largest of that many exponential excesses over the median
       reaches in 1 of 40 runs, in units of their mean. Short iterations: the same below it.
     * Drift: Mann-Kendall's test with Theil and Sen's slope. Two levels: the best split in two
@@ -147,6 +152,10 @@ def steady_state(times_ms: npt.ArrayLike) -> SteadyState:
     times = np.asarray(times_ms, dtype=np.float64).ravel()
     if not len(times) or not np.isfinite(times).all() or (times < 0).any():
         raise InputError(f"iteration times must be finite and not negative, not {times[:5]} ...")
+    if LEAST_OF_SPLIT <= len(times) < LEAST_TO_JUDGE and times[0] > COLD_APART * times[1:].max():
+        rest = steady_state(times[1:])
+        outliers = np.append(False, rest.outliers)
+        return replace(rest, times_ms=times, first=rest.first + 1, outliers=outliers)
     if len(times) < LEAST_TO_JUDGE:
         slow = _split(times)
         usual = float(np.median(times[~slow]))
@@ -387,14 +396,14 @@ def listed(numbers: Iterable[int], most: int = 8) -> str:
 
 def _sentences(state: SteadyState, numbers: Sequence[int]) -> list[str]:
     count = len(state.times_ms)
-    if count < LEAST_TO_JUDGE and state.outliers.any():
+    if count < LEAST_TO_JUDGE and state.outliers.any() and not state.first:
         outliers = [numbers[int(row)] for row in np.flatnonzero(state.outliers)]
         return [
             f"{len(outliers)} of {count} iterations ({listed(outliers)}) took "
             f"{SPLIT_TIMES:g} times the median iteration or more; they cost "
             f"{state.straggler_share:.1%} of the time. Too few ran to detect a warm-up."
         ]
-    if count < LEAST_TO_JUDGE:
+    if count < LEAST_TO_JUDGE and not state.first:
         return [
             f"Only {counted(count, 'iteration')}: too few to detect warm-up or stragglers "
             f"({LEAST_TO_JUDGE} are needed)."

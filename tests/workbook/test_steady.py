@@ -173,6 +173,9 @@ def test_equal_times_and_few_iterations() -> None:
     equal = steady_state([5.0] * 30)
     assert equal.first == 0 and equal.steady.all() and equal.levels_ms is None
     assert "spread of 0.0%" in equal.in_words()
+    loads = steady_state([772.8, 223.2, 244.2, 223.0, 223.5])
+    assert loads.first == 1 and loads.usual_ms == pytest.approx(223.35)
+    assert "iteration 0 is left out (773 ms against 228 ms" in loads.in_words()
     few = steady_state([100.0, 1.0, 1.0])
     assert few.steady.all() and "too few" in few.in_words()
     assert np.isinf(few.threshold_ms)

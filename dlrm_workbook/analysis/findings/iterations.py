@@ -114,7 +114,7 @@ def irregular(evidence: Evidence, ledger: Causes) -> Measured | None:
             "count": len(steps),
             "which": ", ".join(str(place + 1) for place in places[:MOST_NUMBERS]),
             "slow_ms": float(totals[slow].mean()),
-            "usual_ms": float(totals[usual].mean()),
+            "usual_ms": float(np.median(totals[usual])),
             "factor": float(totals[slow].median() / totals[usual].median()),
             "first": int(places[0]) + 1,
             "place": part_name(*part) or "the loop",
