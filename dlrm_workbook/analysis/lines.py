@@ -397,8 +397,7 @@ class LineTable:
         """Functions of the forward pass that run below the backward pass too: ``function``,
         ``time_ms`` of a mean iteration, most first, and where the forward pass calls them
         (``file``, ``line``, ``caller``)."""
-        callers: dict[Any, Any] = {}
-        below: dict[int, Any] = {}
+        callers, below = dict[Any, Any](), dict[int, Any]()
         backward = {path[-1][0] for path in self.paths if _is_marked(path, "backward")}
         for number, path in enumerate(self.paths):
             ran = [self.frames[frame] for frame, _ in path]

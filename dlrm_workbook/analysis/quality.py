@@ -157,10 +157,9 @@ def _doubts(
         why = "this is a recorded sample"
         yield Doubt("amber", why, "another machine may show something else")
     if step is None:
-        told = (
-            profile.contexts["phase"].eq(START_UP).any() or profile.meta["engine"] != "hpctoolkit"
-        )
-        of_all = "shares are of all of it" + ", start-up with it, which no name tells" * (not told)
+        all_is = profile.meta["engine"] == "hpctoolkit"
+        all_is &= not profile.contexts["phase"].eq(START_UP).any()
+        of_all = "shares are of all of it" + ", start-up with it, which no name tells" * all_is
         yield Doubt("amber", "the recording marks no steps", of_all)
     is_of_gpu = profile.of_kind("runtime").any() or profile.meta.get("engine") == "nsight"
     is_of_gpu |= profile.which("name", lambda name: bool(OF_GPUS.match(name))).any()

@@ -153,9 +153,9 @@ def steady_state(times_ms: npt.ArrayLike) -> SteadyState:
     if not len(times) or not np.isfinite(times).all() or (times < 0).any():
         raise InputError(f"iteration times must be finite and not negative, not {times[:5]} ...")
     if LEAST_OF_SPLIT <= len(times) < LEAST_TO_JUDGE and times[0] > COLD_APART * times[1:].max():
-        rest = steady_state(times[1:])
-        outliers = np.append(False, rest.outliers)
-        return replace(rest, times_ms=times, first=rest.first + 1, outliers=outliers)
+        others = steady_state(times[1:])
+        outliers = np.append(False, others.outliers)
+        return replace(others, times_ms=times, first=others.first + 1, outliers=outliers)
     if len(times) < LEAST_TO_JUDGE:
         slow = _split(times)
         usual = float(np.median(times[~slow]))

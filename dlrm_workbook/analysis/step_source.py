@@ -74,11 +74,8 @@ class Source:
     def at(self, line: int) -> Statement | None:
         """The innermost statement on a line; of several the one that runs the backward pass."""
         holds = [one for one in self.statements if line in one.lines]
-
-        def order(one: Statement) -> tuple[int, bool]:
-            return len(one.lines), not (one.node and "backward" in ast.dump(one.node))
-
-        return min(holds, key=order, default=None)
+        runs = {id(one) for one in holds if one.node and "backward" in ast.dump(one.node)}
+        return min(holds, key=lambda one: (len(one.lines), id(one) not in runs), default=None)
 
     def attributes(self) -> set[str]:
         """Attributes of its object, such as ``self.x``, that the function binds."""

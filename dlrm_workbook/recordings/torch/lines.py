@@ -37,9 +37,7 @@ MARKS = {
         r"(?:^|/)torch/(_tensor\.py:.*backward|autograd/(__init__\.py:(backward|grad)|"
         r"graph\.py:_engine_run_backward))$"
     ),
-    "again": re.compile(
-        r"(?:^|/)torch/utils/checkpoint\.py:.*(unpack_hook|recompute_fn|CheckpointFunction\.backward)$"
-    ),
+    "again": re.compile(r"/checkpoint\w*\.py:.*(unpack_hook|CheckpointFunction\.backward)$"),
     "checkpoint": re.compile(r"(?:^|/)torch/utils/checkpoint\.py:"),
     "started": re.compile(r"(?:^|/)torch/utils/data/\w+\.py:_MultiProcessing\w+\.__init__$"),
     "loader": re.compile(r"(?:^|/)torch/utils/data/"),
