@@ -157,7 +157,7 @@ def _doubts(
         why = "this is a recorded sample"
         yield Doubt("amber", why, "another machine may show something else")
     if step is None:
-        all_is = profile.meta["engine"] == "hpctoolkit"
+        all_is = profile.meta.get("engine") == "hpctoolkit"
         all_is &= not profile.contexts["phase"].eq(START_UP).any()
         of_all = "shares are of all of it" + ", start-up with it, which no name tells" * all_is
         yield Doubt("amber", "the recording marks no steps", of_all)
