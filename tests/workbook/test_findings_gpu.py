@@ -388,10 +388,10 @@ def test_launches_of_different_lengths_have_no_mean(trace: Trace) -> None:
 
 def test_pages_of_unified_memory_are_no_launches_and_the_reason_of_gaps(trace: Trace) -> None:
     trace.launch(0, "scan_of_mine", 3, 50)
-    for number in range(150):
-        at = 60 + 100.0 * number
+    # those in the kernel are the kernel's
+    for at in (*(10.0 + number for number in range(30)), *(60 + 100.0 * n for n in range(150))):
         trace.events.append(
-            gpu_trace.on_gpu("gpu_memcpy", "Memcpy DtoH (unified memory)", at, at + 5, 9, bytes=9)
+            gpu_trace.on_gpu("gpu_memcpy", "Memcpy DtoH (unified memory)", at, at + 1, 9, bytes=9)
         )
     rules = found(trace.read())
     assert "launch_bound" not in rules
