@@ -53,7 +53,7 @@ def command_run(arguments: Any) -> int:
         raise InputError(
             f"notebooks need {LEAST_FILES} open files, of which ulimit -n allows {files}"
         )
-    if arguments.like and arguments.notebook == "bottlenecks":
+    if getattr(arguments, "like", None) and arguments.notebook == "bottlenecks":
         arguments.parameter = [f"profiling.model_file={GIVEN}", *arguments.parameter]
     for_sections, own = split_overrides(arguments.parameter)
     require_use([arguments.notebook], for_sections, own)
