@@ -215,12 +215,12 @@ def find_profile(
     if folder is not None:
         recording = open_recording(folder, parts)
         profile = recording.profile
-        known = load_parameters(model, []) if model and isinstance(model, str) else model
-        like = known.to_sections() if isinstance(known, Parameters) else None
+        trained = load_parameters(model, []) if model and isinstance(model, str) else model
+        like = trained.to_sections() if isinstance(trained, Parameters) else None
         for each in {id(p): p for p in (profile, *recording.ranks.values())}.values():
             if device_name:
                 name_device(each.meta, device_name)
-            if like:
+            if like and not each.meta.get("parameters"):  # a run of ours has its own
                 each.meta["like"] = like
             if like and device_name:
                 each.meta.setdefault("ceilings", device(each.meta["device_name"]).ceilings())
