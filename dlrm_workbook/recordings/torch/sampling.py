@@ -19,13 +19,16 @@ import ctypes
 import functools
 import inspect
 import linecache
-import os
 import re
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable
-from types import CodeType, FrameType
+from itertools import accumulate, chain, repeat, starmap, takewhile
+from operator import attrgetter, methodcaller, truth
+from statistics import median
+from types import CodeType
 from typing import Any
 
 INTERVALS_S = (0.0005, 0.002)
@@ -33,9 +36,6 @@ INTERVALS_S = (0.0005, 0.002)
 
 MOST_SHARE = 0.05
 """Share of the time that sampling may compute: samples of many threads are taken less often."""
-
-MOST_READS = 5
-"""Times that a stack is read, until the thread stood still meanwhile."""
 
 SWITCH_S = 1e-5
 """Seconds after which a thread that computes is asked for the interpreter's lock."""
@@ -121,6 +121,8 @@ class _Soon(contextlib.ContextDecorator):
 
 SOON = _Soon()
 
+_PLACE = attrgetter("f_code", "f_lasti")
+
 Stack = tuple[int, ...]
 """Innermost first, two numbers a frame: the ``id`` of what is run, and the place in its
 instructions. Code itself is slow to hash, and its lines are slow to look up, for long functions a
@@ -142,7 +144,7 @@ class StackSampler:
         self._samples: list[tuple[int, int]] = []
         self._others: list[tuple[int, int, int, int]] = []
         self._threads: dict[int, tuple[str, int | None]] = {}
-        """Name of each other thread, and the open file that says how long it has run."""
+        """Name of each other thread, and the clock that says how long it has run."""
         self._stacks: dict[Stack, int] = {}
         self._codes: dict[int, CodeType] = {}
         self._over = threading.Event()
@@ -156,9 +158,6 @@ class StackSampler:
         self._over.set()
         self._thread.join()
         SOON.__exit__()
-        for _, file in self._threads.values():
-            if file is not None:
-                os.close(file)
 
     def document(self) -> dict[str, Any]:
         """Everything sampled, as JSON holds it.
@@ -197,55 +196,57 @@ class StackSampler:
         return list(self._codes.values())
 
     def _run(self) -> None:
-        cost_s = 0.0
+        costs_s = deque([0.0], 9)  # their median: one that is interrupted would end the samples
         with contextlib.suppress(AttributeError):  # Linux has it; 50 microseconds are usual
             ctypes.CDLL(None).prctl(_SET_TIMER_SLACK, 1)
-        while not self._over.wait(max(self.interval_s, cost_s / MOST_SHARE)):
+        while not self._over.wait(max(self.interval_s, median(costs_s) / MOST_SHARE)):
             began = time.thread_time()
-            for _ in range(MOST_READS):
-                frames = sys._current_frames()
-                now = time.perf_counter_ns()
-                frame = frames.pop(self._watched, None)
-                if frame is None:
-                    return  # the thread has ended
-                place, number = frame.f_lasti, self._number(frame)
-                # else it went on meanwhile: the lines of its outer frames are of a later moment
-                if sys._current_frames().get(self._watched) is frame and frame.f_lasti == place:
-                    break
-            self._samples.append((now, number))
-            if self._reads_others:
-                frames.pop(threading.get_ident(), None)
-                for thread, other in frames.items():
-                    row = (now, thread, self._number(other), self._computed_ns(thread))
-                    self._others.append(row)
-                    del other
-            del frame, frames  # would keep alive what their functions hold
-            cost_s = time.thread_time() - began
+            now, *stack = _read(self._watched)
+            if not stack:
+                return  # the thread has ended
+            self._samples.append((now, self._number(stack)))
+            for thread in sys._current_frames() if self._reads_others else ():
+                if thread not in (self._watched, threading.get_ident()):
+                    now, *stack = _read(thread)
+                    row = (now, thread, self._number(stack), self._computed_ns(thread))
+                    self._others += [row] if stack else []
+            costs_s.append(time.thread_time() - began)
 
-    def _number(self, innermost: FrameType) -> int:
+    def _number(self, frames: list[tuple[CodeType, int]]) -> int:
         stack: list[int] = []
-        frame: FrameType | None = innermost
-        while frame is not None:
-            code = frame.f_code
+        for code, place in frames:
             self._codes.setdefault(id(code), code)
-            stack += (id(code), frame.f_lasti)
-            frame = frame.f_back
+            stack += (id(code), place)
         return self._stacks.setdefault(tuple(stack), len(self._stacks))
 
     def _computed_ns(self, thread: int) -> int:
         """Nanoseconds that a thread has been on a core; -1 where the system does not say."""
         if thread not in self._threads:
             alive = {one.ident: one for one in threading.enumerate()}
-            known, file = alive.get(thread), None
-            if known is not None:
-                with contextlib.suppress(OSError):
-                    file = os.open(f"/proc/self/task/{known.native_id}/schedstat", os.O_RDONLY)
-            self._threads[thread] = (known.name if known else f"thread {thread}", file)
-        file = self._threads[thread][1]
+            known = alive.get(thread)
+            # CPUCLOCK_PERTHREAD_MASK and CPUCLOCK_SCHED of Linux's posix-timers.h: asking keeps
+            # Python's lock, reading a file of /proc lets go of it
+            clock = ~known.native_id << 3 | 6 if known and known.native_id else None
+            self._threads[thread] = (known.name if known else f"thread {thread}", clock)
+        clock = self._threads[thread][1]
         try:
-            return -1 if file is None else int(os.pread(file, 64, 0).split()[0])
-        except (OSError, ValueError, IndexError):
-            return -1  # it has just ended
+            return -1 if clock is None else time.clock_gettime_ns(clock)
+        except OSError:
+            return -1  # it has just ended, or the system has no such clock
+
+
+def _read(thread: int) -> list[Any]:
+    """The nanoseconds of ``time.perf_counter_ns`` and then (code, place) of each frame of a
+    thread, innermost first; no frames where it has ended.
+
+    Iterators of C run here in one call, between two instructions of Python, so that the lock is
+    not let go of: else the thread goes on while its frames are read, and an outer one has the
+    line of a later moment.
+    """
+    stacks = starmap(sys._current_frames, [()])
+    innermost = map(methodcaller("get", thread), stacks)
+    frames = takewhile(truth, accumulate(chain(innermost, repeat("f_back")), getattr))
+    return list(chain(starmap(time.perf_counter_ns, [()]), map(_PLACE, frames)))
 
 
 def _lines(code: CodeType) -> dict[int, int]:
