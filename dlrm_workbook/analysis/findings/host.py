@@ -526,7 +526,8 @@ EXCHANGE_SHARE = 0.15
 )
 def waiting(evidence: Evidence, ledger: Causes) -> Measured | None:
     """The step's thread sleeps or waits for something that is no core."""
-    blocked = blocked_share(evidence, ledger) - ledger.explained_ms / evidence.total_ms
+    explained = ledger.explained_ms / evidence.total_ms + ledger.some_share
+    blocked = blocked_share(evidence, ledger) - explained
     part, place = _waiting_part(evidence)
     if (evidence.threads or 1) > 1:
         # an operator's threads wait for one another in it: no fault of the loop's
