@@ -1,9 +1,9 @@
 """The page's first answer: what limits the run, how far its changes would take it, how sure.
 
 The advised changes are taken one on top of the other, best first. What the step takes with all
-changes up to one was timed as a whole step (:func:`time_changes_together`) or is predicted from
-parts timed alone (:mod:`.whatif`), down to the least time that the machine's measured ceilings
-allow (:mod:`.roofline`).
+changes up to one was timed as a whole step (:mod:`dlrm_workbook.evidence.together`) or is
+predicted from parts timed alone (:mod:`.whatif`), down to the least time that the machine's
+measured ceilings allow (:mod:`.roofline`).
 """
 
 from __future__ import annotations
@@ -15,14 +15,11 @@ import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import yaml
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.base.files import read_json, write_json, write_text
 from dlrm_core.config import Parameters
 from dlrm_workbook.analysis.attribution import IDLE, PART, attribute, basis
 from dlrm_workbook.analysis.context_tree import unmeasured
@@ -38,7 +35,6 @@ from dlrm_workbook.analysis.tried import tried_sentence
 from dlrm_workbook.analysis.whatif import COVER, Prediction, measured_parts, prediction
 from dlrm_workbook.evidence.dependence import changed_parameters, signature
 from dlrm_workbook.ground.intervals import t_quantile
-from dlrm_workbook.ground.processes import ProgressCallback, python_module, run_child
 from dlrm_workbook.ground.units import at_most, faster, from_to, milliseconds, ratio
 from dlrm_workbook.recordings.profile import Profile
 
@@ -161,31 +157,6 @@ def _named(change: Mapping[str, Any]) -> str:
 # ---- whole steps, timed -----------------------------------------------------------------------
 
 
-def time_changes_together(
-    profile: Profile, folder: Path, progress: ProgressCallback | None = None
-) -> pd.DataFrame:
-    """Time the step under the advised changes, all up to each one, in turns with the step as is.
-
-    The result is ``profile.meta["together"]``, and in the saved profile; or the reason in
-    ``not_measured``. Where the process that recorded the run did it (``advise`` of
-    :func:`~dlrm_workbook.recordings.measure.measure`), it is not done again. It takes about 15 s at
-    the experiment's shape and, for changes of the tables, their memory twice. ``profile`` is of a
-    run on this machine, saved in ``folder / "profile"``; the folder gets the logs. Returns what
-    :func:`timed_table` gives; empty, with the reason, where nothing was timed.
-    """
-    if "together" in profile.meta or "together" in profile.not_measured:
-        return timed_table(profile)
-    try:
-        changes = advised_changes(profile)
-        parameters = profile_parameters(profile)
-        profile.meta["together"] = _in_process(parameters, changes, folder, progress)
-    except InputError as error:  # the profile is there; a side view must not cost it
-        profile.meta["not_measured"] = profile.not_measured | {"together": str(error)}
-    if (folder / "profile" / "profile.json").is_file():  # else it is of several ranks
-        profile.save_meta(folder / "profile")
-    return timed_table(profile)
-
-
 def advised_changes(profile: Profile) -> list[dict[str, Any]]:
     """The changes that are to be timed as whole steps: all up to each advised one. An InputError
     says that there is none, or why whole steps are not timed."""
@@ -218,26 +189,6 @@ def timed_table(profile: Profile) -> pd.DataFrame:
     if not rows:
         return unmeasured(columns, profile.not_measured.get("together", NOBODY_TIMED))
     return pd.DataFrame(rows, columns=columns)
-
-
-def _in_process(
-    parameters: Parameters,
-    changes: list[dict[str, Any]],
-    folder: Path,
-    progress: ProgressCallback | None,
-) -> dict[str, Any]:
-    logs = folder / "logs"
-    file, asked, answer = (logs / f"together{end}" for end in (".yaml", "-asked.json", ".json"))
-    write_text(file, yaml.safe_dump(parameters.to_sections(), sort_keys=False))
-    write_json(asked, changes)
-    run_child(
-        python_module("dlrm_workbook.evidence.together", file, asked, answer),
-        stage="changes together",
-        logs=logs,
-        timeout_s=parameters.profiling.timeout_s,
-        progress=progress,
-    ).require_success("timing the changes together")
-    return read_json(answer)
 
 
 def timed(profile: Profile, change: Mapping[str, Any]) -> dict[str, float] | None:

@@ -612,7 +612,9 @@ class _Probes:
                     lender = next(iter(self.lenders), None)
                     if lender is None or half == "dense":
                         require_memory(reduced(self.parameters, half), f"probing the {half} half")
-                    self._loops[half] = _ready(StepLoop(self.parameters, half, lender))
+                    self._loops[half] = loop = _ready(StepLoop(self.parameters, half, lender))
+                    if lender is None and half != "dense":
+                        self.lenders.append(Tables(loop.model, loop.huge_pages))
             except InputError as error:
                 self._refused[half, UNCHANGED] = str(error)
             else:

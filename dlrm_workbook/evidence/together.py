@@ -5,25 +5,20 @@ several changes bring together: a thread that makes batches competes with whatev
 and parts leave each other another cache. So the step is timed as a run has it, with its loader
 and its tables at full size, under all changes up to each one.
 
-The process that recorded a run times them on its own tables
-(:mod:`dlrm_workbook.recordings.torch.recorder`). After a recording by HPCToolkit a process of its
-own does: ``python -m dlrm_workbook.evidence.together FILE ASKED ANSWER``, parameters (YAML), a
-list of changes (JSON) and where the result goes.
+The process that recorded a run times them on its own tables, or the one that looked for evidence
+beside HPCToolkit's (:mod:`dlrm_workbook.recordings.torch.recorder`).
 """
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
-from pathlib import Path
 from typing import Any, cast
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.base.files import read_json, write_json
-from dlrm_core.base.machine import end_with_starter, keep_freed_memory
-from dlrm_core.config import Parameters, load_parameters
+from dlrm_core.base.machine import keep_freed_memory
+from dlrm_core.config import Parameters
 from dlrm_core.data.batch import Batch
 from dlrm_core.data.loader import batches
 from dlrm_core.embeddings import ROW_DTYPES
@@ -142,15 +137,3 @@ def time_together(
         if number in times:
             stage["ms"] = times[number]
     return {"base_ms": times[-1], "stages": stages, "seconds": time.perf_counter() - started}
-
-
-def main(arguments: Sequence[str]) -> int:
-    end_with_starter()
-    file, asked, answer = arguments
-    changes: list[Mapping[str, Any]] = read_json(Path(asked))
-    write_json(Path(answer), time_together(load_parameters(file), changes))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -75,11 +75,16 @@ Advise = Callable[[Profile], list[dict[str, Any]]]
 """The changes that a profile calls for, all up to each one; refuses with an InputError."""
 
 
+def no_advice(profile: Profile) -> list[dict[str, Any]]:
+    """Nothing is to be changed."""
+    return []
+
+
 def measure(
     parameters: Parameters,
     folder: Path | str,
     progress: ProgressCallback | None = None,
-    advise: Advise | None = None,
+    advise: Advise = no_advice,
 ) -> Profile:
     """Run the workload under a profiler, in a process of its own.
 
@@ -88,8 +93,8 @@ def measure(
             Profile. Nothing in it is overwritten. Where both engines measure, ``profile/``
             is HPCToolkit's and ``profile_torch/`` torch.profiler's.
         progress: called a few times a second with the stage and the iteration.
-        advise: asked for changes as soon as a recording of torch.profiler is read; the process
-            that recorded it then times whole steps under them
+        advise: asked for changes as soon as all is known; the process that recorded the run, or
+            looked for evidence beside HPCToolkit's, then times whole steps under them
             (:mod:`dlrm_workbook.evidence.together`), which are ``meta["together"]``.
 
     Raises:
@@ -104,18 +109,14 @@ def measure(
     profile = None
     if engine != "torch":
         try:
-            profile = session.with_hpctoolkit()
+            profile = session.with_hpctoolkit(advise)
         except MeasurementError as error:
             if parameters.profiling.engine != "auto":
                 raise
             why = f"torch.profiler, since HPCToolkit failed ({error})"
             chosen = [*chosen, f"measured with {why}"]
     if profile is None:
-        profile = (
-            session.with_torch(session.parameters)
-            if advise is None
-            else session.with_advice(advise)
-        )
+        profile = session.with_torch(session.parameters, advise=advise)
     if engine == "both":
         second = session.second(profile)
         second.meta["engine_choice"] = why
@@ -218,6 +219,17 @@ def command_with_hpctoolkit(
     return profile
 
 
+class _Child(NamedTuple):
+    """A process that a measurement needs."""
+
+    what: str
+    """The subject of the sentence if it fails."""
+    stage: str
+    command: list[str]
+    like_measured: bool = False
+    """Whether it has the environment of a run that HPCToolkit measures."""
+
+
 class _Session:
     """One measurement: its parameters, where it goes, who watches."""
 
@@ -232,25 +244,17 @@ class _Session:
         write_text(file, yaml.safe_dump(parameters.to_sections(), sort_keys=False))
         return file
 
-    def run(
-        self,
-        what: str,
-        stage: str,
-        command: list[str],
-        like_measured: bool,
-        on_line: LineReader | None = None,
-    ) -> None:
-        """Run a child to its end; ``what`` is the subject of the sentence if it fails, and
-        ``like_measured`` gives it the environment of a run that HPCToolkit measures."""
+    def run(self, child: _Child, on_line: LineReader | None = None) -> None:
+        """Run a child to its end."""
         run_child(
-            command,
-            stage=stage,
+            child.command,
+            stage=child.stage,
             logs=self.folder / "logs",
-            environment=workload_environment(os.environ)[0] if like_measured else None,
+            environment=workload_environment(os.environ)[0] if child.like_measured else None,
             timeout_s=self.parameters.profiling.timeout_s,
             progress=self.progress,
             on_line=on_line,
-        ).require_success(what)
+        ).require_success(child.what)
 
     def choose_back_end(self) -> list[str]:
         """Settle on the same back ends for all processes, where ``auto`` is to choose; says why."""
@@ -259,47 +263,45 @@ class _Session:
             return []
         file, output = self.written("logs/auto.yaml", self.parameters), "logs/auto.json"
         command = python_module("dlrm_kernels.embeddings.choose", file, self.folder / output)
-        self.run("choosing back ends", "choosing back ends", command, like_measured=True)
+        self.run(_Child("choosing back ends", "choosing back ends", command, like_measured=True))
         choice = read_json(self.folder / output)
         self.parameters = self.parameters.with_training(**choice["training"])
         return choice["notices"]
 
-    def record(
-        self, file: Path, recording: Path, *options: str, on_line: LineReader | None = None
-    ) -> None:
-        command = ["record", "-f", str(file), "--output", str(recording), *options]
-        module = python_module("dlrm_workbook", *command)
-        self.run("the recorded run", "torch.profiler", module, False, on_line)
-
     def with_torch(
-        self, parameters: Parameters, name: str = "workload.yaml", recorded: str = "recording"
+        self,
+        parameters: Parameters,
+        name: str = "workload.yaml",
+        recorded: str = "recording",
+        advise: Advise = no_advice,
     ) -> Profile:
-        recording = self.folder / recorded
-        self.record(self.written(name, parameters), recording)
-        return read_recording(recording)
+        file, recording = self.written(name, parameters), self.folder / recorded
+        words = ["record", "-f", str(file), "--output", str(recording)]
+        child = _Child("the recorded run", "torch.profiler", python_module("dlrm_workbook", *words))
+        return self.advised(child, lambda: read_recording(recording), advise)
 
-    def with_advice(self, advise: Advise) -> Profile:
-        """Record like :meth:`with_torch`, and time whole steps under the advised changes."""
-        recording = self.folder / "recording"
-        asked, answer = (self.folder / "logs" / f"together{end}.json" for end in ("-asked", ""))
-        file = self.written("workload.yaml", self.parameters)
-        dialogue = _Dialogue(recording, asked, advise)
-        failure = ""
-        try:
-            self.record(file, recording, "--together", str(asked), str(answer), on_line=dialogue)
-        except InputError as error:
-            if dialogue.profile is None and dialogue.error is None:
-                raise
-            failure = str(error)  # the profile is there; a side view must not cost it
-        if dialogue.error is not None:
-            raise dialogue.error
-        profile = dialogue.profile
-        assert profile is not None
-        if answer.is_file() and not failure:
-            profile.meta["together"] = read_json(answer)
-        elif reason := failure or dialogue.reason:
-            profile.meta["not_measured"] = profile.not_measured | {"together": reason}
-        return profile
+    def advised(self, child: _Child, read: Callable[[], Profile], advise: Advise) -> Profile:
+        """The profile that ``read`` makes of what a child leaves, which then times whole steps
+        under the advised changes."""
+        with tempfile.TemporaryDirectory(prefix="dlrm-changes-") as folder:
+            asked, answer = Path(folder) / "asked.json", Path(folder) / "answer.json"
+            dialogue = _Dialogue(read, asked, advise)
+            child = child._replace(command=[*child.command, "--together", str(asked), str(answer)])
+            try:
+                self.run(child, dialogue)
+            except InputError as error:
+                if dialogue.profile is None and dialogue.error is None:
+                    raise
+                dialogue.reason = str(error)  # the profile is there; a side view must not cost it
+            if dialogue.error is not None:
+                raise dialogue.error
+            profile = dialogue.profile
+            assert profile is not None
+            if reason := dialogue.reason:
+                profile.meta["not_measured"] = profile.not_measured | {"together": reason}
+            elif answer.is_file():
+                profile.meta["together"] = read_json(answer)
+            return profile
 
     def second(self, first: Profile) -> Profile:
         """torch's profile of a workload whose machine has been looked at for the first one."""
@@ -334,7 +336,7 @@ class _Session:
         except InputError as error:  # the times are there; their parts must not cost them
             return f"the torch.profiler recording that would tell it failed: {error}"
 
-    def with_hpctoolkit(self) -> Profile:
+    def with_hpctoolkit(self, advise: Advise) -> Profile:
         from dlrm_core.base.machine import resolve_device
         from dlrm_workbook.recordings.torch.recorder import information
 
@@ -361,37 +363,34 @@ class _Session:
         on_gpu = device.type != "cpu" and spans and profile.has("gpu_time_ms")
         order = self.order_of_launches() if on_gpu else ""
         profile = with_spans(profile, spans, config.warmup, order)
-        evidence, unprofiled = self.evidence(file), measurement.unprofiled
-        missing = evidence.pop("not_measured", {})
-        profile.meta |= information(parameters, device, profile.meta.get("notices", [])) | evidence
-        counted = ("counters", "threads_cpu", "counters_cost_ms")
-        profile.meta |= {name: unprofiled[name] for name in counted if name in unprofiled}
-        add_measurement(profile, measurement, self.folder, device.type, iterations, missing)
-        return profile
+        unprofiled, output = measurement.unprofiled, self.folder / "evidence.json"
 
-    def evidence(self, file: Path) -> dict[str, Any]:
-        """What a recording carries beside its times, found in a process like the measured one's.
+        def told(evidence: dict[str, Any]) -> Profile:
+            missing = evidence.pop("not_measured", {})
+            said = information(parameters, device, profile.meta.get("notices", []))
+            counted = ("counters", "threads_cpu", "counters_cost_ms")
+            profile.meta |= said | evidence
+            profile.meta |= {name: unprofiled[name] for name in counted if name in unprofiled}
+            add_measurement(profile, measurement, self.folder, device.type, iterations, missing)
+            return profile
 
-        The times are measured already, so a failure here costs only what it would have found.
-        """
-        output = self.folder / "evidence.json"
         command = python_module("dlrm_workbook.recordings.torch.recorder", file, output)
+        child = _Child("the search for evidence", "evidence", command, like_measured=True)
         try:
-            self.run("the search for evidence", "evidence", command, like_measured=True)
-        except InputError as error:
-            return {"not_measured": dict.fromkeys(EVIDENCE, str(error))}
-        return read_json(output)
+            return self.advised(child, lambda: told(read_json(output)), advise)
+        except InputError as error:  # the times are there; what it would have found is not
+            return told({"not_measured": dict.fromkeys(EVIDENCE, str(error))})
 
 
 class _Dialogue:
-    """Reads a recording as soon as the process that makes it says that it is whole, and tells
-    that process which changes to time."""
+    """Reads what a process makes as soon as that says that it is whole, and tells the process
+    which changes to time."""
 
-    def __init__(self, recording: Path, asked: Path, advise: Advise) -> None:
-        self._recording, self._asked, self._advise = recording, asked, advise
+    def __init__(self, read: Callable[[], Profile], asked: Path, advise: Advise) -> None:
+        self._read, self._asked, self._advise = read, asked, advise
         self.profile: Profile | None = None
         self.reason = ""
-        """Why no change is asked for."""
+        """Why no change is timed."""
         self.error: Exception | None = None
         """Of reading or of the advice, to be raised where it can be caught."""
 
@@ -401,7 +400,7 @@ class _Dialogue:
             return
         changes: list[dict[str, Any]] = []
         try:
-            self.profile = read_recording(self._recording)
+            self.profile = self._read()
             try:
                 changes = self._advise(self.profile)
             except InputError as refusal:

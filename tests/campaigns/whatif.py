@@ -233,13 +233,7 @@ def child_together(file: str, changes: str, rounds: str) -> dict[str, Any]:
     for number, stack in enumerate(stacks):
         changed, _ = changed_parameters(base, stack)
         files.append(_write(changed, folder / f"changed-{number}.yaml"))
-    asked, answer = folder / "asked.json", folder / "answer.json"
-    write_json(asked, stacks)
-    timed = []
-    for _ in range(PROCESSES):
-        module = [sys.executable, "-m", "dlrm_workbook.evidence.together"]
-        subprocess.run([*module, file, str(asked), str(answer)], check=True)
-        timed.append(json.loads(answer.read_text(encoding="utf-8")))
+    timed = [_child(["steps", file, json.dumps(stacks)]) for _ in range(PROCESSES)]
     turns: list[list[dict[str, Any]]] = [[] for _ in files]
     for _ in range(PAIRS):
         for kept, found in zip(turns, _by_turns(files, max(1, int(rounds) // PAIRS)), strict=True):
@@ -254,6 +248,13 @@ def child_together(file: str, changes: str, rounds: str) -> dict[str, Any]:
             row |= _held_against(times, turns[0], turns[number + 1])
             rows.append(row | {"timed_base_ms": base_ms, "timed_ms": then_ms})
     return {"rows": rows}
+
+
+def child_steps(file: str, stacks: str) -> dict[str, Any]:
+    """Whole steps as they are and under changes, timed in this process."""
+    from dlrm_workbook.evidence.together import time_together
+
+    return time_together(load_parameters(file), json.loads(stacks))
 
 
 def child_predict(file: str, change: str) -> dict[str, Any]:
@@ -400,7 +401,8 @@ def _versions() -> dict[str, str]:
     }
 
 
-CHILDREN = {"case": child_case, "predict": child_predict, TOGETHER: child_together}
+CHILDREN = {"case": child_case, "predict": child_predict}
+CHILDREN |= {"steps": child_steps, TOGETHER: child_together}
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["child"]:

@@ -147,11 +147,12 @@ def test_auto_takes_the_engine_that_works_and_explains_more(tmp_path, monkeypatc
     assert choose_engine(ProfilingConfig(command=("python", "x.py")))[0] == "torch"
     assert choose_engine(given.profiling)[0] == "hpctoolkit"
 
-    def fails(session):
+    def fails(session, advise):
         raise MeasurementError("hpcprof aborts")
 
     monkeypatch.setattr(measure._Session, "with_hpctoolkit", fails)
-    monkeypatch.setattr(measure._Session, "with_torch", lambda session, given: recording("torch"))
+    torch = recording("torch")
+    monkeypatch.setattr(measure._Session, "with_torch", lambda session, given, advise: torch)
     profile = measure.measure(given, tmp_path)
     assert profile.meta["engine"] == "torch"
     assert "HPCToolkit failed (hpcprof aborts)" in profile.meta["engine_choice"]

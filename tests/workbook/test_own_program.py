@@ -26,7 +26,7 @@ from dlrm_workbook.analysis.findings import findings
 from dlrm_workbook.analysis.lines import lines
 from dlrm_workbook.analysis.reference import at_reference
 from dlrm_workbook.analysis.roofline import doubts, least_step, missing, operator_limits, roofline
-from dlrm_workbook.analysis.verdict import time_changes_together
+from dlrm_workbook.analysis.verdict import timed_table
 from dlrm_workbook.cli import with_command
 from dlrm_workbook.ground.machine import REPOSITORY
 from dlrm_workbook.recordings.hpctoolkit.database import read_database
@@ -146,10 +146,7 @@ def test_whole_steps_are_timed_by_the_process_that_recorded_the_run(tmp_path: Pa
     assert "batch_size is 0" in impossible["refused"]
     saved = Profile.load(tmp_path / "run" / "profile")
     assert saved.meta["together"] == profile.meta["together"]
-    # and not once more
-    timed = time_changes_together(profile, tmp_path / "run")
-    assert timed["rounds"].tolist() == [rounds, rounds]
-    assert not (tmp_path / "run" / "logs" / "together.yaml").exists()
+    assert timed_table(profile)["rounds"].tolist() == [rounds, rounds]
 
 
 def test_a_refused_advice_is_a_reason_and_a_failing_one_an_error(tmp_path: Path) -> None:
@@ -158,7 +155,7 @@ def test_a_refused_advice_is_a_reason_and_a_failing_one_an_error(tmp_path: Path)
 
     profile = measure(parameters_from_sections(OWN), tmp_path / "refused", advise=refuse)
     assert profile.not_measured["together"] == "nothing to change here"
-    assert time_changes_together(profile, tmp_path / "refused").empty
+    assert timed_table(profile).empty
 
     def fail(profile: Profile) -> list[dict[str, Any]]:
         raise ZeroDivisionError("a rule's fault")
@@ -310,7 +307,7 @@ def test_of_ranks_the_error_of_the_one_that_failed_is_told(tmp_path: Path) -> No
 
 def test_ranks_leave_a_recording_each(tmp_path: Path) -> None:
     profile = measure(parameters(tmp_path, *TWO_RANKS, "100000", "plain"), tmp_path / "run")
-    time_changes_together(profile, tmp_path / "run")  # as the profile notebook does next
+    assert timed_table(profile).empty  # as the profile notebook shows next
     recording = open_recording(tmp_path / "run")
     assert sorted(recording.ranks) == [0, 1]
     assert all(len(profile.iterations) == 4 for profile in recording.ranks.values())

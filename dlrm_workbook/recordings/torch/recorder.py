@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -174,17 +174,14 @@ def resolved(parameters: Parameters) -> tuple[Parameters, list[str]]:
 def command_record(arguments: argparse.Namespace) -> int:
     """``dlrm record``: measure with torch.profiler; the last line is the folder.
 
-    With ``--together ASKED ANSWER`` a line with ``recorded`` says when the folder is whole, and
-    :func:`answer_changes` follows.
+    ``--together ASKED ANSWER`` is as :func:`answer_changes` takes it.
     """
     parameters = load_parameters(arguments.file, arguments.parameter)
     folder = Path(arguments.output)
 
     def then(parameters: Parameters, tables: list[Tables]) -> None:
         if arguments.together:
-            print(json.dumps({RECORDED_KEY: str(folder)}), flush=True)
-            asked, answer = arguments.together
-            answer_changes(Path(asked), Path(answer), parameters, tables)
+            answer_changes(folder, arguments.together, parameters, tables)
 
     with terminate_like_interrupt():
         record_workload(parameters, folder, print_progress, print_stage, then)
@@ -249,13 +246,17 @@ def probed(
     return {"part_probes": probes, "not_measured": missing}
 
 
-def answer_changes(asked: Path, answer: Path, parameters: Parameters, tables: list[Tables]) -> None:
-    """Time whole steps under the changes that whoever reads the recording asks for.
+def answer_changes(
+    written: Path, together: Sequence[str], parameters: Parameters, tables: list[Tables]
+) -> None:
+    """Time whole steps under the changes that whoever reads what was ``written`` asks for.
 
-    The process that recorded the run waits with its tables until the file ``asked`` is there, a
-    list of changes (an empty one asks for none). ``answer`` gets their times, as
-    :func:`~dlrm_workbook.evidence.together.time_together` gives them.
+    A line says that it is whole. The process then waits with its tables until the first file of
+    ``together`` is there, a list of changes (an empty one asks for none). The second one gets
+    their times, as :func:`~dlrm_workbook.evidence.together.time_together` gives them.
     """
+    print(json.dumps({RECORDED_KEY: str(written)}), flush=True)
+    asked, answer = map(Path, together)
     while not asked.exists():
         time.sleep(WAIT_S)
     if changes := read_json(asked):
@@ -264,12 +265,16 @@ def answer_changes(asked: Path, answer: Path, parameters: Parameters, tables: li
 
 
 def main(arguments: list[str]) -> int:
-    """Find the evidence of a parameters file and write it as one JSON object."""
+    """Find the evidence of the parameters in ``FILE`` and write it to ``OUTPUT`` as one JSON
+    object; ``--together ASKED ANSWER`` is as :func:`answer_changes` takes it."""
     end_with_starter()
-    file, output = arguments
+    file, output, _, *together = arguments
     parameters = resolved(load_parameters(file))[0]
     facts = {**evidence(parameters, print_stage), "data_statistics": run_statistics(parameters)}
-    write_json(Path(output), facts | probed(parameters, facts["not_measured"], print_stage))
+    tables: list[Tables] = []
+    facts |= probed(parameters, facts["not_measured"], print_stage, tables)
+    write_json(Path(output), facts)
+    answer_changes(Path(output), together, parameters, tables)
     return 0
 
 
