@@ -151,8 +151,7 @@ def test_auto_takes_the_engine_that_works_and_explains_more(tmp_path, monkeypatc
         raise MeasurementError("hpcprof aborts")
 
     monkeypatch.setattr(measure._Session, "with_hpctoolkit", fails)
-    torch = recording("torch")
-    monkeypatch.setattr(measure._Session, "with_torch", lambda session, given, advise: torch)
+    monkeypatch.setattr(measure._Session, "with_torch", lambda *_, advise: recording("torch"))
     profile = measure.measure(given, tmp_path)
     assert profile.meta["engine"] == "torch"
     assert "HPCToolkit failed (hpcprof aborts)" in profile.meta["engine_choice"]

@@ -275,7 +275,9 @@ def test_whole_tables_equal_operands_and_gradients_that_nobody_takes_are_named(t
     assert f"odd_program.py:{line('found = nn.functional', program)}" in whole.title
     assert "gradients of tables dense that were to be sparse" in whole.evidence
     assert "dense_updates" not in found
-    assert "`table`" in whole.title and "`frozen.0` and `frozen.2`" in lost.title
+    assert "`table`" in whole.title and "`frozen.0`, `frozen.2` and `unheard`" in lost.title
+    assert "No optimizer has the weights of `frozen.0` and `frozen.2`" in lost.evidence
+    assert "The gradients of `unheard` are 0 everywhere" in lost.evidence
     assert 0.1 < again.share_of_step < 0.75 and 0.05 < whole.share_of_step < 0.75
     assert 0.02 < lost.share_of_step < 0.5
 
@@ -315,10 +317,11 @@ def test_only_equal_operators_on_the_same_values_compute_again(monkeypatch) -> N
         def __init__(self) -> None:
             super().__init__()
             self.layer, self.table = torch.nn.Linear(8, 8), torch.nn.Embedding(9, 4)
-            self.frozen = torch.nn.Linear(8, 8)
+            self.frozen, self.unheard = torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)
 
     model, x = Model(), torch.ones(5, 8)
-    optimizer = torch.optim.SGD([model.layer.weight, model.layer.bias, model.table.weight], 0.1)
+    trained = [model.layer.weight, model.layer.bias, model.table.weight]
+    optimizer = torch.optim.SGD([*trained, model.unheard.weight, model.unheard.bias], 0.1)
     seen = SeenModel([model])
     seen.start()
     y = model.layer(x)
@@ -328,6 +331,7 @@ def test_only_equal_operators_on_the_same_values_compute_again(monkeypatch) -> N
         torch.nn.functional.dropout(x, 0.5)
     x.add_(1)
     z = model.layer(x) + model.frozen(x)
+    z = z + 0.0 * model.unheard(x)
     whole = torch.nn.functional.normalize(model.table.weight)[torch.tensor([1, 2])]
     looked_up = model.table(torch.tensor([3]))
     (y.sum() + z.sum() + whole.sum() + looked_up.sum()).backward()
@@ -335,6 +339,7 @@ def test_only_equal_operators_on_the_same_values_compute_again(monkeypatch) -> N
     seen.stop()
     document = seen.document()
     assert document["untrained"] == ["frozen.weight", "frozen.bias"]
+    assert document["zero"] == ["unheard.weight", "unheard.bias"]
     rows = {row["line"]: row for row in document["operators"] if row["file"] == __file__}
     first = min(rows)
     assert rows[first]["again"] == 0
@@ -346,6 +351,7 @@ def test_only_equal_operators_on_the_same_values_compute_again(monkeypatch) -> N
     assert 0 < table["whole"] <= table["moved"]
     (half,) = [row for row in others if row["untrained"]]
     assert half["untrained"] == 40 and half["weights"] == 80
+    assert [row["zero"] / row["weights"] for row in others if row["zero"]] == [1]
 
 
 @settings(deadline=None, max_examples=30)

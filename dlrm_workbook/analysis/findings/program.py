@@ -409,7 +409,8 @@ def computed(evidence: Evidence) -> pd.DataFrame:
     on a GPU, whose time goes by kernels."""
     counts = ("calls", "small", "elements", "double", "without_gradients")
     own = ("own_calls", "own_small", "own_elements", "own_double")
-    every = [*counts, *own, "again", "own_again", "own_moved", "own_whole", "weights", "untrained"]
+    every = [*counts, *own, "again", "own_again", "own_moved", "own_whole"]
+    every += ["weights", "untrained", "zero"]
     seen = _seen(evidence, "operators", (*counts, *own))
     table = lines(evidence.profile).rename(columns={"calls": "runs"})
     table = table[table["thread"].eq(MAIN)]
@@ -654,25 +655,36 @@ def whole_tables(evidence: Evidence, ledger: Causes) -> Measured | None:
 
 @rule(
     "untrained_gradients",
-    title="Gradients of weights that no optimizer trains take {share:.0%} of each step: those of "
-    "{names}, at {name}",
-    evidence=("The backward pass of `{source}` takes {time:ms} of {step_ms:ms}.",),
+    title="What trains nothing takes {share:.0%} of each step: the weights of {names}, at {name}",
+    evidence=(
+        "`{source}` takes {time:ms} of {step_ms:ms}, {backward:ms} of it in the backward pass.",
+        "No optimizer has the weights of {untrained}, whose gradients are made.",
+        "The gradients of {zero} are 0 everywhere: the loss does not ask for what they compute.",
+    ),
     advice="Say that they are not trained: weight.requires_grad_(False) for each, or "
-    "torch.no_grad() around what computes with them where no gradient passes through.",
+    "torch.no_grad() around what computes with them where no gradient passes through. What has no "
+    "part in the loss, such as a term of weight 0, need not be computed.",
     limit="arithmetic",
     gpu=False,
 )
 def untrained_gradients(evidence: Evidence, ledger: Causes) -> Measured | None:
-    """The backward pass makes gradients of weights that are in no optimizer."""
-    names = (evidence.meta.get("seen_model") or {}).get("untrained")
-    if not isinstance(names, list) or not names:
+    """The backward pass makes gradients of weights that no optimizer has, or that are all 0."""
+    seen = evidence.meta.get("seen_model") or {}
+    weights = {name: seen.get(name) or [] for name in ("untrained", "zero")}
+    if not any(weights.values()):
         return None
     table = computed(evidence)
-    lost_ms = table["untrained"] / table["weights"].clip(lower=1) * table["backward_ms"]
+    lost_ms = table["untrained"] * table["backward_ms"] + table["zero"] * table["time_ms"]
+    lost_ms /= table["weights"].clip(lower=1)
     worst = table.loc[lost_ms.nlargest(1).index]
-    modules = _names(pd.Series(names).str.rpartition(".")[0])
+    weights["names"] = [*weights["untrained"], *weights["zero"]]
+    told = {
+        name: _names(pd.Series([str(weight).rpartition(".")[0] for weight in some])) or None
+        for name, some in weights.items()
+    }
     lost = _lost(lost_ms / evidence.step_ms, worst)
-    return lost and {**lost, "names": modules, "time": worst["backward_ms"].sum()}
+    times = {"time": worst["time_ms"].sum(), "backward": worst["backward_ms"].sum()}
+    return lost and {**lost, **told, **times}
 
 
 @rule(

@@ -55,6 +55,8 @@ class SeenModel:
         self._calls = 0
         self._hooks: list[Any] = []
         self._parameters = [pair for root in roots for pair in root.named_parameters()]
+        self._zero: set[int] = set()
+        """The ``id`` of parameters whose gradient was 0 everywhere when their optimizer stepped."""
         modules = [module for root in roots for module in root.modules()]
         tables = [
             (self._names[id(module)], module.weight)
@@ -84,7 +86,8 @@ class SeenModel:
         (0 to 1) ``hottest`` of ``hottest_row``, None where that was not counted; ``bag``,
         ``sparse`` (what its gradient is to be), ``gradient`` ("dense", "sparse" or None) and
         ``optimizer`` (row of ``optimizers``).
-        ``untrained`` are the parameters that get gradients and have no optimizer.
+        ``untrained`` are the parameters that get gradients and have no optimizer, ``zero`` those
+        whose gradients are 0 everywhere.
         ``optimizers`` have ``class``, ``options``, ``tensors``, ``elements``. Each has the
         ``file``, ``line`` and ``function`` of the program's that calls it. What operators show is
         that of :class:`~dlrm_workbook.recordings.torch.seen_operators.SeenOperators`.
@@ -92,10 +95,11 @@ class SeenModel:
         untrained: list[str] = []
         with contextlib.suppress(Exception):  # of anybody's optimizers
             untrained = self._untrained() if self._optimizers else []
-        computed = self._operators.document(untrained)
+        zero = [name for name, one in self._parameters if id(one) in self._zero]
+        computed = self._operators.document(untrained, zero)
         return {
             **computed,
-            "untrained": untrained,
+            **{"untrained": untrained, "zero": zero},
             "tables": list(self._tables.values()),
             "optimizers": list(self._optimizers.values()),
             "module_calls": self._calls,
@@ -163,11 +167,12 @@ class SeenModel:
             return
         try:
             parameters = [one for group in optimizer.param_groups for one in group["params"]]
-            for parameter in parameters:
-                table = self._tables.get(id(parameter))
-                if table is not None and parameter.grad is not None:
+            for parameter in (one for one in parameters if one.grad is not None):
+                if (table := self._tables.get(id(parameter))) is not None:
                     table["optimizer"] = len(self._optimizers)
                     table["gradient"] = "sparse" if parameter.grad.is_sparse else "dense"
+                if not parameter.grad.is_sparse and not parameter.grad.any():
+                    self._zero.add(id(parameter))
             self._optimizers[id(optimizer)] = {
                 "class": type(optimizer).__name__,
                 "options": {

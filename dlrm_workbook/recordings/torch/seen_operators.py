@@ -152,9 +152,10 @@ class SeenOperators(TorchDispatchMode):
         """Storage to what it holds that was computed without gradients."""
         self._derived: dict[int, dict[str, Any]] = {}
         """Storage of what has as many rows and numbers as the table that it is computed from."""
-        self._weighted: dict[tuple[CodeType, int], dict[str, float]] = {}
-        """Line to the numbers computed with each weight, of which half are those whose input
-        learns too, and with any (under "")."""
+        self._weighted: dict[tuple[CodeType, int], dict[str, int]] = {}
+        """Line to the numbers computed with each weight, and with any (under "")."""
+        self._passing: set[str] = set()
+        """Weights whose input learns too: half of their backward pass is for that."""
         self._thread, self._spent_s, self._left_out = threading.get_ident(), 0.0, 0
         self._lines: dict[tuple[CodeType, int], tuple[int, ...]] = {}
         self._products: dict[tuple[CodeType, int, Any], dict[str, Any]] = {}
@@ -182,7 +183,9 @@ class SeenOperators(TorchDispatchMode):
         finally:
             self._runs = looked
 
-    def document(self, untrained: Collection[str] = ()) -> dict[str, Any]:
+    def document(
+        self, untrained: Collection[str] = (), zero: Collection[str] = ()
+    ) -> dict[str, Any]:
         """Everything seen, as JSON holds it.
 
         ``operators`` have ``file``, ``line`` and ``function``, and of what runs below the line,
@@ -192,7 +195,8 @@ class SeenOperators(TorchDispatchMode):
         computed ``again`` from the same operands; ``moved`` (elements of each one's largest operand
         or result) and how many of these are of a ``whole`` embedding table; ``own_calls`` and so on
         are of what it calls itself. Of the numbers that it computes with ``weights``,
-        ``untrained`` are those of the weights so named. ``products`` have ``name`` (of the weight,
+        ``untrained`` and ``zero`` are those of the weights so named, of the former half where the
+        input learns too. ``products`` have ``name`` (of the weight,
         or of the function), ``calls``, ``rows``, ``inputs``, ``outputs`` and ``zeros`` (share of
         the elements of the operand that has most, in the call that has fewest), and the place.
         ``subnormal`` have ``name`` of an operator, ``share`` of subnormal numbers in the operand
@@ -207,7 +211,10 @@ class SeenOperators(TorchDispatchMode):
                     **line_of(*place),
                     **dict(zip(_COUNTS, counts, strict=True)),
                     "weights": (of := self._weighted.get(place, {})).get("", 0),
-                    "untrained": sum(of.get(name, 0) for name in untrained),
+                    "untrained": sum(
+                        of.get(name, 0) / (1 + (name in self._passing)) for name in untrained
+                    ),
+                    "zero": sum(of.get(name, 0) for name in zero),
                 }
                 for place, counts in self._lines.items()
             ],
@@ -277,8 +284,9 @@ class SeenOperators(TorchDispatchMode):
             inputs = [one for one, weight_of in zip(operands, named, strict=True) if not weight_of]
             of = self._weighted.setdefault(places[0], {"": 0})
             of[""] += elements
-            half = any(one.requires_grad for one in inputs)
-            of[weight] = of.get(weight, 0) + elements / (2 if half else 1)
+            of[weight] = of.get(weight, 0) + elements
+            if any(one.requires_grad for one in inputs):
+                self._passing.add(weight)
         if _ARITHMETIC.match(name) and operands[0].device.type == "cpu":
             self._count_subnormal((*places[0], name.split(".")[1]), operands)
         if _PRODUCT.match(name) and not captures():
