@@ -147,10 +147,12 @@ class Completed:
         """The line of its standard error (or output) that says what went wrong, best guess.
 
         HPCToolkit names the fault in a line with FATAL and then refers to its manual; Python
-        names an exception, and ends a crash with a list of frames; torchrun prints pages after
-        the error of the rank that failed. Progress is no fault. The class of our own errors is
-        left out: their text is a sentence.
+        names an exception, and of a crash the place; torchrun prints pages after the error of the
+        rank that failed. Progress is no fault. The class of our own errors is left out: their text
+        is a sentence.
         """
+        if crash := _CRASHED.search(self.stderr[-65_536:]):
+            return "{} at {}:{}".format(*crash.groups())
         for text in (self.stderr, self.stdout):
             printable = "".join(c if c.isprintable() else "\n" for c in text[-8192:])
             lines = [line.strip() for line in printable.splitlines()]
@@ -182,6 +184,9 @@ class Completed:
         if self.exit_code != 0:
             raise MeasurementError(f"{what} {self.failure()}: {self.last_words()}{self.see_log()}")
 
+
+_CRASHED = re.compile(r'Python error: (.+)[^\0]*?\nCurrent thread.*\n +File "(.+)", line (\d+)')
+"""What Python's faulthandler writes of the thread that a signal ends."""
 
 _PROGRESS = re.compile(r"\d+%\||\d+(\.\d+)?(it|s)/(s|it)\b|^\{.*\}$|^USDT:")
 """Bars as tqdm draws them, lines of JSON, and what torch says when it profiles."""

@@ -63,7 +63,8 @@ def recording_environment(
         },
     }
     places = [str(STARTUP), *filter(None, [base.get("PYTHONPATH")])]
-    return {**base, "PYTHONPATH": os.pathsep.join(places), VARIABLE: json.dumps(asked)}
+    said = {"PYTHONFAULTHANDLER": "1"}  # where a program crashes is in its log
+    return said | {**base, "PYTHONPATH": os.pathsep.join(places), VARIABLE: json.dumps(asked)}
 
 
 def run_injected(

@@ -232,7 +232,7 @@ def test_a_run_folder_opens_as_what_was_measured(measured: tuple[Profile, Path])
         (("1000000", "fork"), {"iterations": 100_000}, "background|still training"),
         (("100000", "two"), {}, "2 processes that are not ranks"),
         (("100000", "tiny"), {"iterations": 60}, r"takes 0\.\d+ ms.* too short to be measured"),
-        (("5", "killed"), {}, r"was ended by SIGSEGV \(exit code 139\)"),
+        (("5", "killed"), {}, r"SIGSEGV \(exit code 139\): Segmentation fault at .*program.py:89"),
         (("5", "left"), {}, r"process \d+ was still training: it left by os._exit"),
         (("5", "asks"), {}, "failed with exit code 1: EOFError"),
     ],
