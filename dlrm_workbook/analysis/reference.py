@@ -263,7 +263,7 @@ def at_reference(profile: Profile) -> Profile:
     step = reference(profile)
     if step is None or not step.unprofiled:
         meta = profile.meta | {"reference": None if step is None else asdict(step)}
-        return replace(profile, meta=meta, iterations=_numbered(profile), _known={})
+        return replace(profile, meta=meta, iterations=_numbered(profile))
     paces, steady = _paces(profile, step.ms)
     step = _of_iterations(step, per_iteration(profile), steady)
     meta = profile.meta | {"reference": asdict(step)}

@@ -627,7 +627,7 @@ def _long_calls(evidence: Evidence, idle: pd.DataFrame) -> pd.Series:
     work = contexts["kind"].isin(["kernel", "copy"]) & contexts["parent"].ge(0)
     launches[contexts.loc[work, "parent"]] = True
     rows = idle.assign(
-        name=np.where(has_context, contexts["name"].to_numpy()[np.maximum(context, 0)], ""),
+        name=evidence.profile.numbered("name")[0][np.maximum(context, 0)],
         stay=idle["context"].ne(idle["context"].shift()).cumsum().to_numpy(),
         length=idle["end_ns"] - idle["start_ns"],
     )[has_context & ~launches[np.maximum(context, 0)]]
