@@ -290,7 +290,8 @@ class Rule:
         in_one, felt, first, most = 0.0, 1.0, 0.0, ""
         if "pieces" in figures:
             context, ms = figures["pieces"]
-            filled.append(place_sentence(seen.profile, context, ms, seen.total_ms))
+            it = figures.get("it", "it")
+            filled.append(place_sentence(seen.profile, context, ms, seen.total_ms, it))
             filled += [_in_one_iteration(seen, context), _in_one_launch(seen, context)]
             if figures.get("in_place", True):
                 in_one = most_in_one(seen.profile, context, ms) / seen.total_ms

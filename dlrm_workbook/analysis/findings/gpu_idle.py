@@ -165,7 +165,7 @@ def synchronising(evidence: Evidence, ledger: Causes) -> Measured | None:
     idle = _idle_around(evidence, calls, ledger)
     around = _operators_around(evidence, calls)
     calls = _with_idle_inside(evidence, calls, around, ledger)
-    lost = float(calls["lost_ms"].sum())
+    lost, waits = float(calls["lost_ms"].sum()), calls["gap"].nunique()
     idle = max(idle, lost)
     count = evidence.iterations
     waited, share = float(calls["waited_ms"].sum()), lost / evidence.total_ms
@@ -179,8 +179,10 @@ def synchronising(evidence: Evidence, ledger: Causes) -> Measured | None:
         bound = min(later, waited)
         share = max(share, bound / evidence.total_ms)
         speedup = bounded(share)
-    if share < SYNC_SHARE or len(calls) < 0.5 * count:
+    if share < SYNC_SHARE or waits < 0.5 * count:
         return None
+    read = evidence.work[evidence.work["launch_start_ns"].isin(calls["start_ns"])]
+    bulk = float((read["end_ns"] - read["start_ns"]).sum()) / 1e6 / count
     part = largest_part(calls, "lost_ms")
     ledger.explain(lost, part)
     ledger.idle_causes.add("synchronisation")
@@ -207,15 +209,26 @@ def synchronising(evidence: Evidence, ledger: Causes) -> Measured | None:
         "speedup": speedup,
         "component": part[0],
         "names": ", ".join(sorted(calls["name"].unique())),
-        "count": len(calls) / count,
-        "often": "once" if len(calls) < 1.5 * count else f"{len(calls) / count:,.0f} times",
+        "count": waits / count,
+        "often": "once" if waits < 1.5 * count else f"{waits / count:,.0f} times",
         "place": _mostly_in(calls, "lost_ms"),
         "waited": waited,
         "idle": idle,
         "during": f"during and after it{', and in the operators around it' * bool(len(around))}",
+        "it": "the idle time",
         "pieces": (calls["context"], calls["lost_ms"]),
+        **({"advice": READ_AHEAD} if bulk > BULKY * waited else {}),
     }
 
+
+BULKY = 0.25
+"""Share of waits from which on the copies to the host are so long themselves that they are no
+values which are read."""
+
+READ_AHEAD = (
+    "Copy to pinned memory with non_blocking=True, on a stream of its own, and wait for an event "
+    "where the values are used, after the next work is launched."
+)
 
 LONG_CALL_US = 1000.0
 """A call of the driver that waits for nothing and takes so long does work of its own: it takes or
@@ -272,7 +285,8 @@ def _mostly_in(rows: pd.DataFrame, column: str) -> str:
 
 def _idle_around(evidence: Evidence, calls: pd.DataFrame, ledger: Causes) -> float:
     """Idle time from synchronising calls to the next work, ms of a mean iteration; what of it each
-    call costs becomes ``lost_ms``."""
+    call costs becomes ``lost_ms``, and ``gap`` is the same of calls between which no work begins.
+    """
     busy = _busy_or_taken(evidence, ledger)
     first, last = evidence.windows
     start, end = calls["start_ns"].to_numpy(), calls["end_ns"].to_numpy()
@@ -290,6 +304,7 @@ def _idle_around(evidence: Evidence, calls: pd.DataFrame, ledger: Causes) -> flo
     lost = np.minimum(gap, waited) * table["waited"] / waited.where(waited > 0, 1)
     count = 1e6 * len(first)
     calls["lost_ms"] = np.maximum(lost.to_numpy() / count, _late_after(evidence, calls, ledger))
+    calls["gap"] = place
     return float(groups["idle"].max().sum()) / count
 
 
@@ -381,14 +396,18 @@ def _operators_around(evidence: Evidence, calls: pd.DataFrame) -> pd.DataFrame:
 def _with_idle_inside(
     evidence: Evidence, calls: pd.DataFrame, around: pd.DataFrame, ledger: Causes
 ) -> pd.DataFrame:
-    """``calls`` whose ``lost_ms`` is no less than the GPU's idle time in the operators around."""
+    """``calls`` that lose no less than the GPU's idle time in the operators around, in one gap by
+    how long each waits; all together no more than the idle time of which no cause is known yet."""
     busy = _busy_or_taken(evidence, ledger)
     around = around.drop_duplicates(["start_ns", "end_ns"])
     start, end = around["start_ns"].to_numpy(), around["end_ns"].to_numpy()
     idle = (end - start - overlap(start, end, *busy)) / 1e6 / evidence.iterations
-    inside = pd.Series(idle, index=around["call"]).groupby(level=0).sum()
-    lost = np.fmax(calls["lost_ms"], inside.reindex(calls.index))
-    return calls.assign(lost_ms=lost.astype(float))
+    inside = pd.Series(idle).groupby(calls["gap"][around["call"]].to_numpy()).sum()
+    gaps = calls.groupby("gap")[["lost_ms", "waited_ms"]].sum()
+    lost = np.fmax(gaps["lost_ms"], inside.reindex(gaps.index))
+    left = max(evidence.idle_ms - ledger.idle_ms, 0.0)
+    lost *= min(1.0, left / max(lost.sum(), 1e-9)) / gaps["waited_ms"].clip(lower=1e-9)
+    return calls.assign(lost_ms=lost[calls["gap"]].to_numpy() * calls["waited_ms"])
 
 
 ALLOCATING = re.compile(r"^(?:cuda|cu|hip)(?:Malloc|Free|Mem(?:Alloc|Free)|Host(?:Alloc|Free))")

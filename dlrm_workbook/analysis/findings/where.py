@@ -220,13 +220,16 @@ def in_place(profile: Profile, level: str, name: str) -> np.ndarray:
     return (row >= 0) & named[np.maximum(row, 0)]
 
 
-def place_sentence(profile: Profile, context: Any, ms: Any, step_ms: float) -> str | None:
+def place_sentence(
+    profile: Profile, context: Any, ms: Any, step_ms: float, it: str = "it"
+) -> str | None:
     """A sentence that lists the names in which pieces of time lie; None where none has any.
 
     Args:
         context: (m,) contexts of the pieces, -1 for none.
         ms: (m,) their time in a mean step.
         step_ms: the mean step.
+        it: what the pieces are of.
     """
     total = float(np.sum(ms))
     least = min(LEAST_OF_ALL * total, LEAST_OF_STEP * step_ms)
@@ -237,6 +240,6 @@ def place_sentence(profile: Profile, context: Any, ms: Any, step_ms: float) -> s
         named = merged(times)
         listed = ", ".join(f"{name} {milliseconds(ms)}" for name, ms in named.items())
         if listed and list(named.index) != names_before:
-            clauses.append(f"by {PLACE_LEVELS[level]} {'' if clauses else 'it is '}{listed}")
+            clauses.append(f"by {PLACE_LEVELS[level]} {'' if clauses else f'{it} is '}{listed}")
         names_before = list(named.index)
     return f"B{'; '.join(clauses)[1:]}." if clauses else None
