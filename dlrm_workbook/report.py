@@ -35,6 +35,7 @@ from dlrm_workbook.ground.profiling import GIVEN
 from dlrm_workbook.ground.runs import DEFAULT_OUTPUT_ROOT
 from dlrm_workbook.ground.units import milliseconds, percent
 from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.recordings.torch.lines import MAIN
 from dlrm_workbook.runner.notebook import NotebookRun, Source, find_profile
 from dlrm_workbook.runner.summary import markdown_table
 from dlrm_workbook.show.profile import HOW
@@ -181,7 +182,7 @@ class Report:
             for part, phase, where, time_ms, share in parts[PART].to_numpy()
         ]
         blocks += [markdown_table([["part", "where", "time", "share"], *rows])] if rows else []
-        code = self.lines[self.lines["file"].ne("")].head(MOST_CODE)
+        code = self.lines[self.lines["file"].ne("") & self.lines["thread"].eq(MAIN)].head(MOST_CODE)
         rows = [
             [f"{file}:{line}", function, milliseconds(time_ms)]
             for file, line, function, time_ms in code[CODE].to_numpy()

@@ -45,6 +45,7 @@ from dlrm_workbook.analysis.findings.where import (
     PLACE_LEVELS,
     RECORD_MORE,
     in_place,
+    levels,
     line_name,
     loops_of,
     merged,
@@ -369,12 +370,18 @@ of it that each of two names has."""
 
 
 def _largest_family(evidence: Evidence) -> Measured | None:
-    """The operators of one kind, by whatever names, that take most of a recording of a CPU."""
+    """The operators of one kind, by whatever names, that take most of a recording of a CPU: what
+    computes below those of that name, not what they make ready or add up."""
     if evidence.on_gpu or evidence.meta.get("passes") or evidence.pieces.empty:
         return None
-    rows = evidence.pieces
-    times = time_by_name(evidence.profile, rows["context"], rows["ms"])["outer"]
-    of_kind = {what: times[times.index.str.contains(pattern)] for what, pattern in FAMILIES}
+    rows, profile = evidence.pieces, evidence.profile
+    outer, inner = (levels(profile)[level] for level in ("outer", "inner"))
+    alike = {what: evidence.named(pattern) for what, pattern in FAMILIES}
+    computes = np.any(list(alike.values()), axis=0)[inner] & (inner >= 0)
+    of_kind = {}
+    for what, of_name in alike.items():
+        own = rows[np.append(of_name[outer] & computes, False)[rows["context"]]]
+        of_kind[what] = time_by_name(profile, own["context"], own["ms"])["inner"]
     what, most = max(of_kind.items(), key=lambda each: each[1].sum())
     if (most > PLACE_LEAST * most.sum()).sum() < 2:
         return None

@@ -575,9 +575,9 @@ def computed_again(evidence: Evidence, ledger: Causes) -> Measured | None:
         "With what it calls and its backward pass it takes {time:ms} of {total_ms:ms}.",
         "No rule found why: how short it could be was not measured.",
     ),
-    advice="Look at what it computes, and with which sizes: a loss, a penalty or a metric whose "
-    "gradient is taken costs as much in each step as a layer. Compute it with fewer or smaller "
-    "operands, by a cheaper formula, or in one step of several.",
+    advice="Look at what it computes, and with which sizes: compute it with fewer or smaller "
+    "operands or by a cheaper formula; what is of the loss, such as a penalty, or a metric may be "
+    "computed in one step of several.",
     limit="arithmetic",
     gpu=False,
 )
@@ -602,9 +602,9 @@ def outside_modules(evidence: Evidence, ledger: Causes) -> Measured | None:
             if any(told >= share for told, _ in ledger.told):
                 continue
             figures |= {"id": "largest_place", "least": OWN_CODE}
-            figures["title"] = "No known bottleneck found: {name} takes {share:.0%} of the step" + (
-                " in no layer of torch.nn" if row["in_module"] else ""
-            )
+            asked = "No known bottleneck found: " * bool(evidence.meta.get("passes"))
+            where = ", in modules of the program's own" * bool(row["in_module"])
+            figures["title"] = f"{asked}{{name}} takes {{share:.0%}} of the step{where}"
         return figures
     return None
 
