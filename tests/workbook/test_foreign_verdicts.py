@@ -165,16 +165,17 @@ def test_batches_made_beside_the_gpus_work_are_said_to_be(tmp_path: Path) -> Non
 
 
 def test_lines_of_a_part_have_their_time_within_it(tmp_path: Path) -> None:
-    frame = "/home/me/run.py(7): run"
+    frame = "/home/me/run.py(7): <cell line: 0>"
     events = [mark("ProfilerStep#1", 0, 1000)]
     ids = {"Python id": 1, "Python parent id": None}
     events.append(gpu_trace.span("python_function", frame, 0, 1000, **ids))
     loader = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
     events.append(mark(loader, 100, 600))
     events += launched(5, (610, 620), "gemm", (630, 990))
-    first = report(tmp_path, events).ranked_findings[0]
+    first = (told := report(tmp_path, events)).ranked_findings[0]
     assert first.id == "data_generation" and "1.00 ms" not in first.evidence.partition("%")[2]
-    assert "by Python function `run` (`run.py:7`) 0.500 ms" in first.evidence
+    assert "by Python function `<cell line: 0>` (`run.py:7`) 0.500 ms" in first.evidence
+    assert r"run.py:7 | \<cell line: 0\> | 1.00 ms |" in told.markdown()
 
 
 def test_long_names_of_one_sentence_that_look_the_same_are_one(tmp_path: Path) -> None:
@@ -353,11 +354,9 @@ def test_the_caller_of_several_functions_is_named(tmp_path: Path) -> None:
         return gpu_trace.span("python_function", f"{name}(1): {name[0]}", start, end)
 
     events = [frame("run.py", 0, 1000), frame("p.py", 10, 900)]
-    events += [
-        frame(f"{name}.py", at, at + 290) for name, at in (("a", 11), ("b", 301), ("c", 591))
-    ]
-    events.append(gpu_trace.span("cuda_runtime", LAUNCH, 905, 910, correlation=1))
-    events.append(gpu_trace.on_gpu("kernel", "gemm", 910, 990, 7, correlation=1))
+    calls = {"a": 11, "b": 301, "c": 591}
+    events += [frame(f"{name}.py", at, at + 290) for name, at in calls.items()]
+    events += launched(1, (905, 910), "gemm", (910, 990))
     assert "most while the host is in `p` (`p.py:1`)" in report(tmp_path, events).headline
 
 
