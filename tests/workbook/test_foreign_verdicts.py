@@ -153,6 +153,13 @@ def test_copies_that_wait_since_before_the_recording_hold_it_up(tmp_path: Path) 
     assert "pinned already" in first.advice
 
 
+@pytest.mark.parametrize(("name", "said"), [(LAUNCH, "is recorded"), ("cudaFree", "was launched")])
+def test_a_gpu_that_was_given_no_kernel_hides_none(name: str, said: str, tmp_path: Path) -> None:
+    moved = gpu_trace.on_gpu("gpu_memcpy", "Memcpy DtoH", 12, 19, 7, correlation=1)
+    told = report(tmp_path, [call(name, 0, 5, 2), call("cudaMemcpyAsync", 10, 20, 1), moved])
+    assert f"since no kernel {said}." in told.quality["sentence"]
+
+
 def test_batches_made_beside_the_gpus_work_are_said_to_be(tmp_path: Path) -> None:
     events = []
     for at in range(0, 3000, 1000):
