@@ -13,6 +13,7 @@ from test_nsight import KERNEL, MEMCPY, Export, gid
 from dlrm_core.base.errors import InputError
 from dlrm_workbook.analysis.attribution import UNRECORDED, unattributed
 from dlrm_workbook.analysis.findings.evidence import listed_times
+from dlrm_workbook.analysis.first_calls import first_calls
 from dlrm_workbook.recordings.nsight import WAITING_CALLS
 from dlrm_workbook.recordings.torch.chrome_trace import read_events
 from dlrm_workbook.report import Report, explain
@@ -405,6 +406,18 @@ def test_pages_of_unified_memory_are_no_batches_to_pin(tmp_path: Path) -> None:
     first = explain(export.write()).ranked_findings[0]
     assert "Moving pages of unified memory takes 8" in first.title
     assert "cudaMemPrefetchAsync" in first.advice and "DataLoader" not in first.advice
+
+
+def test_what_a_process_gives_back_at_its_end_is_left_out_and_loads_nothing(tmp_path: Path) -> None:
+    export = Export(tmp_path / "end.sqlite")
+    export.call(0, 9_000_000, "cudaFree")  # begins the context
+    for at in range(10_000_000, 30_000_000, 1_000_000):
+        export.call(at, at + 5_000, LAUNCH, at)
+        export.work(KERNEL, at + 5_000, at + 950_000, at)
+        export.call(4 * at, 4 * at + (60_000_000 if at < 11_000_000 else 9_000), "cuModuleUnload")
+    told = explain(export.write())
+    assert "86.1 ms after that are left out, 60.0 ms of it in cuModuleUnload" in told.headline
+    assert list(first_calls(told.profile)["name"]) == ["cudaFree"]
 
 
 def test_calls_of_a_range_count_with_what_passes_between_them(tmp_path: Path) -> None:
