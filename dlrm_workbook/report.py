@@ -181,15 +181,16 @@ class Report:
             [part_label(part, phase), where, milliseconds(time_ms), percent(share)]
             for part, phase, where, time_ms, share in parts[PART].to_numpy()
         ]
-        blocks += [markdown_table([["part", "where", "time", "share"], *rows])] if rows else []
+        tables = [markdown_table([["part", "where", "time", "share"], *rows])] if rows else []
         code = self.lines[self.lines["file"].ne("") & self.lines["thread"].eq(MAIN)].head(MOST_CODE)
         rows = [
             [f"{file}:{line}", function, milliseconds(time_ms)]
             for file, line, function, time_ms in code[CODE].to_numpy()
         ]
-        blocks += [markdown_table([["line", "function", "time"], *rows])] if rows else []
+        tables += [markdown_table([["line", "function", "time"], *rows])] if rows else []
         text = without_html("\n\n".join(filter(None, blocks)))
-        return re.sub(r"&#(\d+);", lambda match: f"\\{chr(int(match[1]))}", text)
+        text = re.sub(r"&#(\d+);", lambda match: f"\\{chr(int(match[1]))}", text)
+        return "\n\n".join([text, *tables])  # whose cells read as they are already
 
     @cached_property
     def ranked_findings(self) -> list[Finding]:

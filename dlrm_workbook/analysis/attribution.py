@@ -24,6 +24,7 @@ import pandas as pd
 from dlrm_core.base.errors import InputError
 from dlrm_core.parts import COMPONENTS, ITERATION_SPAN, PHASES
 from dlrm_workbook.analysis.context_tree import context_at, distinct, edges, extent, running
+from dlrm_workbook.analysis.first_calls import FREEING
 from dlrm_workbook.analysis.steady import SteadyState, listed, steady_state
 from dlrm_workbook.ground.arrays import Bools, Floats, Ints
 from dlrm_workbook.ground.units import milliseconds
@@ -144,8 +145,8 @@ def windows(profile: Profile) -> pd.DataFrame:
 
     That is from the first operation of a GPU to the last, since start-up is recorded too; where
     that is little of a trace, from its first span to its last (of Nsight Systems, which records
-    from the start of the process, from the first call of the driver). Empty without either.
-    Columns as in ``profile.iterations``.
+    all of the process, from the first call of the driver, and not what it mostly gives back at
+    its end). Empty without either. Columns as in ``profile.iterations``.
     """
     if len(profile.iterations):
         return profile.iterations.sort_values("start_ns")
@@ -154,7 +155,10 @@ def windows(profile: Profile) -> pd.DataFrame:
     if engine == "nsight" and last > first:
         calls = profile.of_kind("runtime", "kernel", "copy")[trace["context"]]
         trace = trace[calls]
-        whole = extent(trace)
+        begin, end = extent(trace)
+        frees = profile.which("name", lambda name: bool(FREEING.search(name)))[trace["context"]]
+        freed = overlap(np.array([last]), np.array([end]), *stretches(trace[frees])).sum()
+        whole = begin, last if 2 * freed > end - last else end
     awaits = profile.which("name", lambda name: bool(re.search("[sS]ynchronize", name)))
     waits = stretches(trace[awaits[trace["context"]]])
     awaited = overlap(np.array([whole[0], last]), np.array([first, whole[1]]), *waits).sum()

@@ -10,7 +10,7 @@ import pandas as pd
 from dlrm_workbook.analysis.context_tree import running_table
 from dlrm_workbook.ground.arrays import Bools, Ints
 from dlrm_workbook.recordings.nesting import overlap, start_and_end, stretches, union
-from dlrm_workbook.recordings.profile import Profile, inclusive_from_exclusive, once
+from dlrm_workbook.recordings.profile import Profile, inclusive_from_exclusive, of_streams, once
 
 FIRST_TIMES, LEAST_US = 20.0, 1000.0
 """Times a later call of its name that a first one takes, and the least it takes: dispatching an
@@ -24,6 +24,10 @@ DRIVER = re.compile(r"^(?:cuda|cu|hip)(?!\w*(?:Memcpy|Synchronize|Wait|Host|Grap
 
 LOADING = re.compile(r"(?:Launch|Module|Occupancy|Library|StreamCreate|Ctx|Init|FuncGet|FuncSet)")
 """Those of them that do next to nothing once what they need is loaded."""
+
+FREEING = re.compile(r"^(?:cuda|cu|hip)\w*(?:Unload|Unmap|Destroy|Free|Release)")
+"""Those that give back: in a program that has used a GPU they load nothing. A first ``cudaFree(0)``
+begins its context."""
 
 COMPILING = re.compile(r"^_compile\.|\(dynamo_timed\)|aclopCompile")
 COMPILED = re.compile(r"^Torch-Compiled Region")
@@ -58,6 +62,8 @@ def first_calls(profile: Profile) -> pd.DataFrame:
 
     of_driver = profile.of_kind("runtime") & named(DRIVER)
     calls = trace[of_driver[trace["context"].to_numpy()]]
+    frees = named(FREEING)[calls["context"].to_numpy()]
+    calls = calls[~(frees & calls["start_ns"].gt(of_streams(profile)["start_ns"].min()))]
     us = (calls["end_ns"] - calls["start_ns"]) / 1e3
     # where every launch takes long, as counters are read or a queue is full, none loads
     usual = us.groupby(names[calls["context"]]).transform("median")

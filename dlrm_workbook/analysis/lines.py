@@ -261,7 +261,7 @@ def _of_contexts(profile: Profile, sampled: dict[str, Any]) -> dict[str, Any] | 
 def _user_frames(profile: Profile, is_python: Bools) -> tuple[Bools, Names, Names]:
     """(which contexts (n,) are Python frames of the user's, file and function of all contexts)."""
     files = profile.contexts["file"].to_numpy(dtype=object)
-    names = profile.contexts["name"].str.rpartition(": ")[2].to_numpy(dtype=object)
+    names = profile.contexts["name"].str.split(": ", n=1).str[-1].to_numpy(dtype=object)
     users = is_python & (files != "")
     rows = np.flatnonzero(users)
     users[rows] = [is_user_code(files[row], names[row]) for row in rows.tolist()]

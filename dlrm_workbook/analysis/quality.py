@@ -167,8 +167,13 @@ def _doubts(
         why = "none of its work is recorded (no device activity)"
         yield Doubt("amber", why, "what a GPU did, and when it was idle, is not known")
     elif profile.has("gpu_time_ms") and not profile.of_kind("kernel").any():
-        idle = "the GPU may work longer, and be idle less, than is said"
-        yield Doubt("amber", "no kernel is recorded", idle)
+        names = profile.contexts["name"][profile.of_kind("runtime")]
+        calls = names[names.str.match("(?:cu|cuda|hip)[A-Z]")]
+        if calls.empty or calls.str.contains("Launch").any():
+            idle = "the GPU may work longer, and be idle less, than is said"
+            yield Doubt("amber", "no kernel is recorded", idle)
+        else:
+            yield Doubt("amber", "no kernel was launched", "the GPU computes nothing here")
     # what else ran is no cause in the program, and hides those that are
     causes = [finding for finding in findings if finding.id != "other_processes"]
     for share, reason in _errors(profile, attribution, step, findings):

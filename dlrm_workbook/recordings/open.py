@@ -71,10 +71,8 @@ class Recording:
         """Which rank is explained, and why; "" where there is only one."""
         if self.rank is None:
             return ""
-        why = "took longest"
-        if any(map(communication_ns, self.ranks.values())):
-            why = "spent the least time in communication, where the others wait for it"
-        return f"It holds {len(self.ranks)} ranks; this is rank {self.rank}, which {why}."
+        why = limiting_rank(self.ranks)[1]
+        return f"It holds {len(self.ranks)} ranks; this is rank {self.rank}, {why}."
 
 
 def open_recording(path: Path | str, parts: Mapping[str, str] | None = None) -> Recording:
@@ -254,7 +252,7 @@ def _of_ranks(folder: Path, file: str) -> list[tuple[int, Path]]:
 
 def of_ranks(path: Path, ranks: dict[int, Profile], cautions: Sequence[str] = ()) -> Recording:
     """The recording of several ranks, of which the limiting one is explained."""
-    limiting = limiting_rank(ranks)
+    limiting, _ = limiting_rank(ranks)
     if len(ranks) == 1:
         return Recording(path, ranks[limiting], cautions=list(cautions))
     return Recording(path, ranks[limiting], limiting, ranks, list(cautions))
@@ -414,18 +412,25 @@ def _of_world(count: int, worlds: set[Any]) -> list[str]:
     return []
 
 
-def limiting_rank(ranks: dict[int, Profile]) -> int:
-    """The rank that the others wait for.
+ALIKE = 0.01
+"""Part of a time by which another is no longer."""
+
+
+def limiting_rank(ranks: dict[int, Profile]) -> tuple[int, str]:
+    """The rank that the others wait for, and why it is that one.
 
     Communication kernels run from when a rank arrives until all have: the last to arrive
     spends the least time in them. Without any, the rank whose recording is longest.
     """
-    if len(ranks) == 1:
-        return next(iter(ranks))
-    spent = {rank: communication_ns(profile) for rank, profile in ranks.items()}
-    if any(spent.values()):
-        return min(spent, key=lambda rank: spent[rank])
-    return max(ranks, key=lambda rank: _length_ns(ranks[rank]))
+    spent = {rank: -communication_ns(profile) for rank, profile in ranks.items()}
+    why = "which spent the least time in communication, where the others wait for it"
+    alike = "and another spent as long in communication"
+    if not any(spent.values()):
+        spent = {rank: _length_ns(profile) for rank, profile in ranks.items()}
+        why, alike = "which took longest", "and another took as long"
+    first, *others = sorted(spent, key=spent.__getitem__, reverse=True)
+    no_longer = others and spent[first] - spent[others[0]] <= ALIKE * abs(spent[first])
+    return first, alike if no_longer else why
 
 
 def communication_ns(profile: Profile) -> int:

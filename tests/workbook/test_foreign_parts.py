@@ -38,14 +38,10 @@ from dlrm_workbook.recordings.foreign import (
         ("python", "nn.Module: RotaryEmbedding_0", "other", ""),
         ("python", "interact_features", "interaction", "forward"),
         ("python", "torch/distributed/distributed_c10d.py(9): all_reduce", "communication", ""),
+        ("operator", "_C::shm_allreduce", "communication", ""),
         ("annotation", "## all2all_data:permute_sparse_features ##", "communication", ""),
         ("python", "generate_dist_input_batch", "data", "forward"),
-        (
-            "kernel",
-            "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgs)",
-            "communication",
-            "",
-        ),
+        ("kernel", "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclArgs)", "communication", ""),
     ],
 )
 def test_names_say_their_part(kind: str, name: str, component: str, phase: str) -> None:

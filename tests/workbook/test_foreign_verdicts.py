@@ -13,6 +13,7 @@ from test_nsight import KERNEL, MEMCPY, Export, gid
 from dlrm_core.base.errors import InputError
 from dlrm_workbook.analysis.attribution import UNRECORDED, unattributed
 from dlrm_workbook.analysis.findings.evidence import listed_times
+from dlrm_workbook.analysis.first_calls import first_calls
 from dlrm_workbook.recordings.nsight import WAITING_CALLS
 from dlrm_workbook.recordings.torch.chrome_trace import read_events
 from dlrm_workbook.report import Report, explain
@@ -153,6 +154,13 @@ def test_copies_that_wait_since_before_the_recording_hold_it_up(tmp_path: Path) 
     assert "pinned already" in first.advice
 
 
+@pytest.mark.parametrize(("name", "said"), [(LAUNCH, "is recorded"), ("cudaFree", "was launched")])
+def test_a_gpu_that_was_given_no_kernel_hides_none(name: str, said: str, tmp_path: Path) -> None:
+    moved = gpu_trace.on_gpu("gpu_memcpy", "Memcpy DtoH", 12, 19, 7, correlation=1)
+    told = report(tmp_path, [call(name, 0, 5, 2), call("cudaMemcpyAsync", 10, 20, 1), moved])
+    assert f"since no kernel {said}." in told.quality["sentence"]
+
+
 def test_batches_made_beside_the_gpus_work_are_said_to_be(tmp_path: Path) -> None:
     events = []
     for at in range(0, 3000, 1000):
@@ -165,16 +173,17 @@ def test_batches_made_beside_the_gpus_work_are_said_to_be(tmp_path: Path) -> Non
 
 
 def test_lines_of_a_part_have_their_time_within_it(tmp_path: Path) -> None:
-    frame = "/home/me/run.py(7): run"
+    frame = "/home/me/run.py(7): <cell line: 0>"
     events = [mark("ProfilerStep#1", 0, 1000)]
     ids = {"Python id": 1, "Python parent id": None}
     events.append(gpu_trace.span("python_function", frame, 0, 1000, **ids))
     loader = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
     events.append(mark(loader, 100, 600))
     events += launched(5, (610, 620), "gemm", (630, 990))
-    first = report(tmp_path, events).ranked_findings[0]
+    first = (told := report(tmp_path, events)).ranked_findings[0]
     assert first.id == "data_generation" and "1.00 ms" not in first.evidence.partition("%")[2]
-    assert "by Python function `run` (`run.py:7`) 0.500 ms" in first.evidence
+    assert "by Python function `<cell line: 0>` (`run.py:7`) 0.500 ms" in first.evidence
+    assert r"run.py:7 | \<cell line: 0\> | 1.00 ms |" in told.markdown()
 
 
 def test_long_names_of_one_sentence_that_look_the_same_are_one(tmp_path: Path) -> None:
@@ -217,6 +226,8 @@ def test_an_exchange_of_npus_is_one_and_its_waits_are_no_work(tmp_path: Path) ->
     told = report(tmp_path, events)
     assert told.headline.startswith("**Exposed communication takes 86% of the recording's NPU")
     assert "The NPU works 0.0700 ms" in told.headline
+    said = told.ranked_findings[0].evidence
+    assert "In 0.0550 ms of it the recording shows" in said and "of one rank does not" not in said
 
 
 @pytest.mark.parametrize(
@@ -353,11 +364,9 @@ def test_the_caller_of_several_functions_is_named(tmp_path: Path) -> None:
         return gpu_trace.span("python_function", f"{name}(1): {name[0]}", start, end)
 
     events = [frame("run.py", 0, 1000), frame("p.py", 10, 900)]
-    events += [
-        frame(f"{name}.py", at, at + 290) for name, at in (("a", 11), ("b", 301), ("c", 591))
-    ]
-    events.append(gpu_trace.span("cuda_runtime", LAUNCH, 905, 910, correlation=1))
-    events.append(gpu_trace.on_gpu("kernel", "gemm", 910, 990, 7, correlation=1))
+    calls = {"a": 11, "b": 301, "c": 591}
+    events += [frame(f"{name}.py", at, at + 290) for name, at in calls.items()]
+    events += launched(1, (905, 910), "gemm", (910, 990))
     assert "most while the host is in `p` (`p.py:1`)" in report(tmp_path, events).headline
 
 
@@ -399,6 +408,18 @@ def test_pages_of_unified_memory_are_no_batches_to_pin(tmp_path: Path) -> None:
     first = explain(export.write()).ranked_findings[0]
     assert "Moving pages of unified memory takes 8" in first.title
     assert "cudaMemPrefetchAsync" in first.advice and "DataLoader" not in first.advice
+
+
+def test_what_a_process_gives_back_at_its_end_is_left_out_and_loads_nothing(tmp_path: Path) -> None:
+    export = Export(tmp_path / "end.sqlite")
+    export.call(0, 9_000_000, "cudaFree")  # begins the context
+    for at in range(10_000_000, 30_000_000, 1_000_000):
+        export.call(at, at + 5_000, LAUNCH, at)
+        export.work(KERNEL, at + 5_000, at + 950_000, at)
+        export.call(4 * at, 4 * at + (60_000_000 if at < 11_000_000 else 9_000), "cuModuleUnload")
+    told = explain(export.write())
+    assert "86.1 ms after that are left out, 60.0 ms of it in cuModuleUnload" in told.headline
+    assert list(first_calls(told.profile)["name"]) == ["cudaFree"]
 
 
 def test_calls_of_a_range_count_with_what_passes_between_them(tmp_path: Path) -> None:

@@ -158,7 +158,8 @@ def test_a_file_stands_for_its_database_and_several_ranks_are_one(tmp_path: Path
     assert found.profile.meta["engine"] == "hpctoolkit"
     for rank in (0, 1):
         shutil.copytree(folder_of("loops-cputime-t"), tmp_path / f"rank{rank}.d")
-    assert sorted(open_recording(tmp_path).ranks) == [0, 1]
+    both = open_recording(tmp_path)
+    assert sorted(both.ranks) == [0, 1] and "rank 0, and another took as long" in both.sentence
     (tmp_path / "rank1.d").rename(tmp_path / "other.d")
     with pytest.raises(InputError, match="2 databases of HPCToolkit, whose names do not tell"):
         open_recording(tmp_path)

@@ -250,7 +250,7 @@ class Evidence:
         code = self.profile.contexts.loc[rows["context"]]
         code = code.assign(time_ms=rows["ms"].to_numpy())
         code = code[code["component"].eq(component) & code["phase"].eq(phase) & code["line"].gt(0)]
-        code = code.assign(function=code["name"].str.rsplit(": ", n=1).str[-1])
+        code = code.assign(function=code["name"].str.split(": ", n=1).str[-1])
         users = [is_user_code(*place) for place in zip(code["file"], code["function"], strict=True)]
         keys = ["file", "line", "function"]
         times = code[np.array(users, dtype=bool)].groupby(keys, as_index=False)[["time_ms"]].sum()

@@ -210,6 +210,7 @@ largest part of all that is."""
         "Collectives run {time:ms} per iteration, {exposed:ms} of it while nothing else does: "
         "{kinds}.",
         "Up to {waiting:ms} of that is waiting for other ranks, which has a finding of its own.",
+        "In {waited:ms} of it the recording shows this rank waiting for others.",
         "{late}",
         "{unknown}",
     ),
@@ -232,6 +233,8 @@ def exposed_communication(evidence: Evidence, ledger: Causes) -> Measured | None
     by_kind = pd.Series({kind: evidence.alone_ms(rows, rows)[0] for kind, rows in kinds})
     length = (exchange["end_ns"] - exchange["start_ns"]) / 1e6 / evidence.iterations
     late = _late_calls(exchange, names)
+    waits = stretches(pd.DataFrame(evidence.meta.get("exchange_waits", exchange[:0])))
+    waited = overlap(*stretches(exchange), *waits).sum() / 1e6 / evidence.iterations
     return {
         "share": alone / evidence.total_ms,
         "least": EXCHANGE_ALONE_SHARE,
@@ -240,8 +243,9 @@ def exposed_communication(evidence: Evidence, ledger: Causes) -> Measured | None
         "exposed": exposed,
         "waiting": min(ledger.waiting_ms, exposed) or None,
         "late": late,
+        "waited": waited or None,
         "unknown": None
-        if late or len(evidence.ranks) > 1
+        if late or waited or len(evidence.ranks) > 1
         else "The recording of one rank does not show how much of it is waiting for another rank.",
         "kinds": listed_times(by_kind.nlargest(MOST_LISTED)),
         "pieces": (exchange["context"], length),

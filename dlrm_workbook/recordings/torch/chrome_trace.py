@@ -63,6 +63,7 @@ MARK_KINDS = {
     "cuda_sync": "sync",  # the first: waits have the number of their category, as kernels do
     "gpu_user_annotation": "annotation",
     "xpu_sync": "sync",
+    "npu_exchange_wait": "exchange",
     "overhead": "overhead",
 }
 """A range repeated over its kernels and a wait, on GPU streams, and what CUPTI says of itself:
@@ -82,8 +83,8 @@ IGNORED = frozenset(
 )
 """Categories of spans that are no work of the program's."""
 
-OF_EXCHANGES = re.compile(r"Notify[ _]|EVENT_WAIT|SDMA$|Reduce_Inline$")
-"""Spans of an NPU that wait, or are pieces of an exchange between NPUs."""
+OF_EXCHANGES = re.compile(r"(Notify[ _]Wait)|Notify[ _]|EVENT_WAIT|SDMA$|Reduce_Inline$")
+"""Spans of an NPU that wait (the group: for another in an exchange), or are pieces of exchanges."""
 
 MOST_PROCESSES = 1 << 22
 """Linux gives processes lower numbers."""
@@ -224,6 +225,9 @@ class Events:
         ]
         if len(overhead):
             facts["profiler_overhead"] = overhead[["name", "start", "end"]].to_dict("list")
+        waits = self.marks[self.marks["kind"].eq("exchange")]
+        if len(waits):
+            facts["exchange_waits"] = {f"{at}_ns": waits[at].tolist() for at in ("start", "end")}
         if len(self.device) and self.devices:
             facts["device_name"] = self.devices[0]["name"]
         if self.counters:
@@ -552,14 +556,16 @@ class _Walk:
     def _of_npu(self, event: TraceEvent) -> str:
         """The table of a span of Ascend's profiler (msprof), "" of any other: its calls of CANN lie
         in a process whose number tells the program's, and what they launch on an NPU has their
-        connection. An exchange is one row of HCCL's: its waits and copies on the NPU are left out.
+        connection. An exchange is one row of HCCL's: its copies on the NPU are left out, its waits
+        are no work.
         """
         if (args := event.args) is None or args.connection is None:
             return ""
         stream = args.npu_line if args.npu_stream is None else args.npu_stream
         exchange, number = str(event.name).startswith("hcom_"), event.pid
-        if stream is not None and OF_EXCHANGES.match(str(event.name)):
-            return ""
+        if stream is not None and (piece := OF_EXCHANGES.match(str(event.name))):
+            event.cat = "npu_exchange_wait" if piece[1] else ""
+            return event.cat and self._category(event)
         if exchange:
             stream = f"HCCL {event.tid}"
         self.accelerator = self.accelerator or accelerator_of("npu_runtime")
