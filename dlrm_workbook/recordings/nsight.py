@@ -351,8 +351,8 @@ class _Export:
     def samples(self, host: pd.DataFrame) -> pd.DataFrame:
         """Functions that CPU samples saw outside of calls, as spans that cut no call and no range.
 
-        A sample stands for half the usual time between two of them on either side, but not beyond
-        its neighbours, nor where a call or range begins or ends.
+        A sample stands for half the usual time between two of them of any thread on either side,
+        but not beyond its neighbours, nor where a call or range begins or ends.
         """
         host = host[_is_time(host["start"])]
         found = self.read("COMPOSITE_EVENTS", ["id", "start", "globalTid"])
@@ -361,11 +361,11 @@ class _Export:
         found = found.merge(inner, on="id").sort_values(["globalTid", "start"])
         found = found[_is_time(found["start"])]
         of_thread = dict(iter(host.groupby("tid")))
-        spans, intervals = [], [np.empty(0)]
+        # a thread that is seen more seldom slept in between
+        usual = found.groupby("globalTid")["start"].diff().median()
+        half, spans = 0 if np.isnan(usual) else int(usual) // 2, []
         for tid, group in found.groupby("globalTid"):
             at = group["start"].to_numpy()
-            intervals.append(np.diff(at))
-            half = int(np.median(intervals[-1])) // 2 if len(at) > 1 else 0
             known = of_thread.get(tid, host.iloc[:0])
             middles = (at[1:] + at[:-1]) // 2
             edges = np.unique(np.append(known[["start", "end"]].to_numpy(), middles))
@@ -379,8 +379,8 @@ class _Export:
         if not spans:
             return host.iloc[:0]
         self.cautions.said.append(
-            f"CPU functions are of samples, {np.median(np.concatenate(intervals)) / 1e6:.3g} ms "
-            "apart on a thread: their times are estimates, and between samples nothing is known."
+            f"CPU functions are of samples, {usual / 1e6:.3g} ms apart on a thread: their times "
+            "are estimates, and between samples nothing is known."
         )
         functions = pd.concat(spans, ignore_index=True)
         name = _filled(functions[["symbol", "module"]], self._function)
