@@ -352,7 +352,7 @@ def _paces(evidence: Evidence, title: str) -> str:
     paces = kernels["kernel"].map(evidence.paces)
     times = kernels["ms"].groupby(paces).sum().sort_values(ascending=False)
     told = [
-        f" {place} {pace} ({percent(ms / evidence.device_ms)} of the GPU's time)."
+        f" {place} {pace} (its kernels take {percent(ms / evidence.device_ms)} of the GPU's time)."
         for (place, pace), ms in zip(times.index, times, strict=True)
         if ms > WORTH_PACE * evidence.device_ms and place not in title
     ]

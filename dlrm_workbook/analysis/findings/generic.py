@@ -287,8 +287,8 @@ MEANINGS = (
     (
         ALLOCATING,
         "Taking or giving back memory of the GPU",
-        "Keep memory and use it again; where few calls take most of it, libraries load: record "
-        "later iterations, and see what recurs.",
+        "Keep memory and use it again; where few calls take most of it, record later iterations, "
+        "and see what recurs.",
     ),
 )
 """Calls that compute nothing, by their names: what passes in them, and what to do."""
@@ -328,6 +328,9 @@ def _without_parts(evidence: Evidence, ledger: Causes) -> Measured | None:
     each = float(called["cpu_self_ms"].sum()) / calls if calls else 0.0
     chosen = np.flatnonzero(evidence.profile.contexts["name"].eq(first))
     told: Measured = {"called": chosen}
+    is_it = np.append(evidence.profile.which("name", set(alike["name"]).__contains__), False)
+    if len(own := evidence.pieces[is_it[evidence.pieces["context"]]]):
+        told["pieces"] = own["context"], own["ms"]
     if each > COMPUTES_MS and share_of_first_calls(evidence, chosen)[0] < LEAST_FIRST:
         told |= {"calls": calls, "each": each}
     unrecorded = float(table.loc[table["name"].eq(UNRECORDED), "share"].sum())
