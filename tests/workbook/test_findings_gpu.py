@@ -511,7 +511,7 @@ def test_copies(trace: Trace, name: str, overlapped: bool, id_: str | None) -> N
         assert first.change == {"data.loader": "prefetch"}
         # the copy takes 350 us; the product that waits for it is launched 60 us after its start
         assert first.share_of_step == pytest.approx(0.29, abs=0.02)
-        assert "4.0 MB" in first.evidence
+        assert "4.00 MB per iteration, in 1 piece" in first.evidence
 
 
 def test_launches_that_cannot_keep_up(trace: Trace) -> None:

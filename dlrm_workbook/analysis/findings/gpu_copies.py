@@ -28,10 +28,13 @@ from dlrm_workbook.analysis.findings.finding import (
 )
 from dlrm_workbook.analysis.findings.gpu_taken import BLOCKING
 from dlrm_workbook.analysis.kernel_names import kernel_name
-from dlrm_workbook.ground.units import milliseconds
+from dlrm_workbook.ground.units import digits, milliseconds
 from dlrm_workbook.recordings.nesting import overlap
 from dlrm_workbook.recordings.nsight import MIGRATED
 from dlrm_workbook.recordings.torch.trace import LAUNCHED_BEFORE
+
+SMALL_COPY = 1000
+"""Bytes up to which a copy's time is that of calling it."""
 
 OVER_LINK = re.compile("HtoD|DtoH|HostToDevice|DeviceToHost|copyin|copyout")
 
@@ -40,8 +43,8 @@ OVER_LINK = re.compile("HtoD|DtoH|HostToDevice|DeviceToHost|copyin|copyout")
     "copies_not_overlapped",
     title="Copies that no kernel overlaps take {share:.0%} of the step",
     evidence=(
-        "Copies of {megabytes:,.1f} MB per iteration take {time:ms}{rate}, {alone:ms} of it while "
-        "no kernel runs and work or the host waits for them.",
+        "Copies of {megabytes} MB per iteration, in {count}, take {time:ms}{rate}, {alone:ms} of "
+        "it while no kernel runs and work or the host waits for them.",
         "{pageable:ms} are from or to pageable memory, which the driver copies twice.",
         "Pinned copies reach {pinned:.1f} GB/s here.",
         "Pinned copies over this GPU's link reach about {link:.0f} GB/s (PCIe x16).",
@@ -72,9 +75,10 @@ def copies(evidence: Evidence, ledger: Causes) -> Measured | None:
     figures: Measured = {
         "share": share,
         "explains": largest_part(crossing, "ms"),
-        "megabytes": size / 1e6 if has_bytes else None,
+        "count": counted(max(round(len(crossing) / evidence.iterations), 1), "piece"),
+        "megabytes": digits(size / 1e6) if has_bytes else None,
         "time": time,
-        "rate": f" ({size / summed / 1e6:.1f} GB/s)",
+        "rate": f" ({digits(size / summed / 1e6)} GB/s)",
         "alone": alone,
         "pageable": None,
         "pinned": best,
@@ -94,6 +98,8 @@ def copies(evidence: Evidence, ledger: Causes) -> Measured | None:
             "Keep on the GPU what is copied again and again, such as offloaded parameters, or copy "
             "fewer bytes (they are pinned already), ahead and on a stream of their own."
             if pinned_ms > 0.5 * summed
+            else "Copy many values at once: a copy takes microseconds, however little it moves."
+            if has_bytes and size * evidence.iterations < SMALL_COPY * len(crossing)
             else "Pin the batches (DataLoader(pin_memory=True)) and copy them ahead with "
             "non_blocking=True on a stream of their own, or copy fewer bytes."
         )
