@@ -285,10 +285,8 @@ def unattributed(profile: Profile) -> pd.DataFrame:
     iterating thread is in, in its steady iterations, with what lies between (:data:`UNRECORDED`).
     """
     contexts = profile.contexts
-    device = profile.value_table("gpu_time_ms")
-    table = contexts[["name", "kind"]].assign(
-        device_ms=device, host_ms=profile.value_table("cpu_time_ms")
-    )
+    device, host = map(profile.value_table, ("gpu_time_ms", "cpu_time_ms"))
+    table = contexts[["name", "kind"]].assign(device_ms=device, host_ms=host)
     counted = "device_ms" if profile.has("gpu_time_ms") else "host_ms"
     is_sampled = profile.meta.get("engine") == "hpctoolkit" or profile.trace.empty
     if counted == "host_ms" and not (is_sampled or windows(profile).empty):
@@ -299,13 +297,11 @@ def unattributed(profile: Profile) -> pd.DataFrame:
         table["host_ms"] = np.bincount(pieces["context"] % len(table), length, len(table))
     total = table[counted].sum()
     table = table[np.append(contexts["component"], "other")[: len(table)] == "other"]
-    table = table.groupby(["name", "kind"], as_index=False)[["device_ms", "host_ms"]].sum(
-        min_count=1
-    )
+    times = ["device_ms", "host_ms"]
+    table = table.groupby(["name", "kind"], as_index=False)[times].sum(min_count=1)
     table["share"] = table[counted] / total if total > 0 else np.nan
-    table = table[table[["device_ms", "host_ms"]].gt(0).any(axis=1)]
-    order = [counted, "host_ms"]
-    return table.sort_values(order, ascending=False, ignore_index=True)[UNATTRIBUTED]
+    table = table[table[times].gt(0).any(axis=1)]
+    return table.sort_values([counted, "host_ms"], ascending=False, ignore_index=True)[UNATTRIBUTED]
 
 
 @once

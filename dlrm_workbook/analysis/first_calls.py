@@ -26,8 +26,7 @@ LOADING = re.compile(r"(?:Launch|Module|Occupancy|Library|StreamCreate|Ctx|Init|
 """Those of them that do next to nothing once what they need is loaded."""
 
 FREEING = re.compile(r"^(?:cuda|cu|hip)\w*(?:Unload|Unmap|Destroy|Free|Release)")
-"""Those that give back: in a program that has used a GPU they load nothing. A first ``cudaFree(0)``
-begins its context."""
+"""Those that give back: they load nothing, but that a first ``cudaFree(0)`` begins all."""
 
 COMPILING = re.compile(r"^_compile\.|\(dynamo_timed\)|aclopCompile")
 COMPILED = re.compile(r"^Torch-Compiled Region")
@@ -104,9 +103,8 @@ def _first_of_equal(profile: Profile) -> pd.DataFrame:
     first = calls.drop_duplicates("context").join(later, on="context").assign(us=us)
     first = first[first["size"].gt(1) & first["us"].ge(ALONE_US)]
     first = first[first["us"].ge(FIRST_TIMES * first["median"]) & first["us"].ge(5 * first["max"])]
-    waits = profile.of_kind("runtime") & ~profile.which(
-        "name", lambda name: bool(DRIVER.match(name))
-    )
+    waits = ~profile.which("name", lambda name: bool(DRIVER.match(name)))
+    waits &= profile.of_kind("runtime")
     held = stretches(trace[waits[trace["context"].to_numpy()]])
     waited = overlap(*start_and_end(first), *held)
     return first.assign(later_ms=first["median"] / 1e3)[waited < 500 * first["us"]]

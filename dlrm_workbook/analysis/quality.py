@@ -167,13 +167,15 @@ def _doubts(
         why = "none of its work is recorded (no device activity)"
         yield Doubt("amber", why, "what a GPU did, and when it was idle, is not known")
     elif profile.has("gpu_time_ms") and not profile.of_kind("kernel").any():
-        names = profile.contexts["name"][profile.of_kind("runtime")]
-        calls = names[names.str.match("(?:cu|cuda|hip)[A-Z]")]
+        calls = profile.contexts["name"][profile.of_kind("runtime")]
+        calls = calls[calls.str.match("(?:cu|cuda|hip)[A-Z]")]
+        why, what = "no kernel was launched", "the GPU computes nothing here"
         if calls.empty or calls.str.contains("Launch").any():
-            idle = "the GPU may work longer, and be idle less, than is said"
-            yield Doubt("amber", "no kernel is recorded", idle)
-        else:
-            yield Doubt("amber", "no kernel was launched", "the GPU computes nothing here")
+            why, what = (
+                "no kernel is recorded",
+                "the GPU may work more, and idle less, than is said",
+            )
+        yield Doubt("amber", why, what)
     # what else ran is no cause in the program, and hides those that are
     causes = [finding for finding in findings if finding.id != "other_processes"]
     for share, reason in _errors(profile, attribution, step, findings):
@@ -230,10 +232,8 @@ def _changed(error: float, findings: Sequence[Finding]) -> tuple[str, str] | Non
         return ("red" if error > USELESS else "amber"), hidden
     first = next(finding for finding in findings if finding.severity == "slows")
     title = f"“{in_markdown(first.title)}”"
-    if error >= max(slows[0], USELESS):
-        return "red", f"{title} may be wrong"
     if error >= slows[0]:
-        return "amber", f"{title} may be wrong"
+        return ("red" if error >= USELESS else "amber"), f"{title} may be wrong"
     if error > HIDDEN / 2 and 0 <= slows[0] - max(slows[1:], default=0.0) < error:
         return "amber", f"{title} may not be the largest"
     return None

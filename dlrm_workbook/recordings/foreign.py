@@ -253,8 +253,7 @@ def _node_or(rules: Rules, name: str) -> Named | None:
 
 def _python(name: str, file: str) -> Named | None:
     """A Python function; ``name`` may be as torch writes it, ``file.py(12): function``."""
-    qualified = name.split(": ", 1)[-1]
-    function = qualified.rpartition(".")[2]
+    function = name.split(": ", 1)[-1].rpartition(".")[2]
     if name.startswith(MODULE_PREFIX):
         return _module(re.sub(r"_\d+$", "", name.removeprefix(MODULE_PREFIX)))
     if ours := parse_span(function):
@@ -265,7 +264,7 @@ def _python(name: str, file: str) -> Named | None:
     if exchange := _first(_DISTRIBUTED, f"{place}:{function}"):
         return exchange if exchange.component else None
     named = _first(_FRAME_FILES, place)
-    whose = qualified.split(".")
+    whose = name.split(": ", 1)[-1].split(".")
     if named is None and function == "forward" and len(whose) > 1:
         return _module(whose[-2])
     if named or re.search(r"(^|/)(site-packages|torch|python3\.\d+)/", place):

@@ -199,9 +199,10 @@ def start_and_end(rows: pd.DataFrame) -> tuple[Ints, Ints]:
     return rows["start_ns"].to_numpy(), rows["end_ns"].to_numpy()
 
 
-def stretches(rows: pd.DataFrame) -> tuple[Ints, Ints]:
-    """(start, end) of the stretches of time that any of some rows covers, in order."""
-    return union(*start_and_end(rows))
+def stretches(*tables: pd.DataFrame) -> tuple[Ints, Ints]:
+    """(start, end) of the stretches of time that any row of some tables covers, in order."""
+    start, end = zip(*map(start_and_end, tables), strict=True)
+    return union(np.concatenate(start), np.concatenate(end))
 
 
 def last_ends(begins: Ints, ends: Ints, row: Ints, end: Ints) -> Ints:

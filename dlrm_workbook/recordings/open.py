@@ -71,8 +71,8 @@ class Recording:
         """Which rank is explained, and why; "" where there is only one."""
         if self.rank is None:
             return ""
-        why = limiting_rank(self.ranks)[1]
-        return f"It holds {len(self.ranks)} ranks; this is rank {self.rank}, {why}."
+        limiting, why = limiting_rank(self.ranks)
+        return f"It holds {len(self.ranks)} ranks; this is rank {limiting}, {why}."
 
 
 def open_recording(path: Path | str, parts: Mapping[str, str] | None = None) -> Recording:
@@ -142,11 +142,9 @@ def _remembered(
 
 
 def _open_folder(folder: Path, parts: Mapping[str, str] | None) -> Recording:
-    kinds: tuple[tuple[str, Callable[[Path], Profile]], ...] = (
-        ("profile", Profile.load),
-        ("recording", lambda place: read_recording(place, parts)),
-    )
-    for kind, read in kinds:
+    readers: dict[str, Callable[[Path], Profile]] = {"profile": Profile.load}
+    readers["recording"] = lambda place: read_recording(place, parts)
+    for kind, read in readers.items():
         for place in (folder / kind, folder):
             if (place / f"{kind}.json").is_file():
                 profile = read(place)
@@ -172,10 +170,8 @@ def _open_folder(folder: Path, parts: Mapping[str, str] | None) -> Recording:
         # one export of each rank, as nsys can write them
         single = [next(iter(held.values())) if len(held) == 1 else None for held in ranks]
         return _by_names(folder, exports, single, "exports of Nsight Systems")
-    traces = _traces_in(folder)
-    return _remembered(
-        folder, traces, parts, lambda: _several(folder, _files(folder, traces), parts)
-    )
+    files = _traces_in(folder)
+    return _remembered(folder, files, parts, lambda: _several(folder, _files(folder, files), parts))
 
 
 def require_recording(path: Path | str) -> None:
@@ -243,11 +239,9 @@ def _traces_in(folder: Path) -> list[Path]:
 
 def _of_ranks(folder: Path, file: str) -> list[tuple[int, Path]]:
     """The folders ``rank0``, ``rank1``, ... of a folder that hold a file."""
-    numbered = (
-        (re.fullmatch(r"rank(\d+)", path.parent.name), path)
-        for path in folder.glob(f"rank*/{file}")
-    )
-    return sorted((int(rank[1]), path.parent) for rank, path in numbered if rank)
+    places = [path.parent for path in folder.glob(f"rank*/{file}")]
+    numbered = [(re.fullmatch(r"rank(\d+)", place.name), place) for place in places]
+    return sorted((int(rank[1]), place) for rank, place in numbered if rank)
 
 
 def of_ranks(path: Path, ranks: dict[int, Profile], cautions: Sequence[str] = ()) -> Recording:
@@ -412,15 +406,12 @@ def _of_world(count: int, worlds: set[Any]) -> list[str]:
     return []
 
 
-ALIKE = 0.01
-"""Part of a time by which another is no longer."""
-
-
 def limiting_rank(ranks: dict[int, Profile]) -> tuple[int, str]:
     """The rank that the others wait for, and why it is that one.
 
     Communication kernels run from when a rank arrives until all have: the last to arrive
-    spends the least time in them. Without any, the rank whose recording is longest.
+    spends the least time in them. Without any, the rank whose recording is longest. A difference
+    of less than 1 % is none.
     """
     spent = {rank: -communication_ns(profile) for rank, profile in ranks.items()}
     why = "which spent the least time in communication, where the others wait for it"
@@ -429,8 +420,8 @@ def limiting_rank(ranks: dict[int, Profile]) -> tuple[int, str]:
         spent = {rank: _length_ns(profile) for rank, profile in ranks.items()}
         why, alike = "which took longest", "and another took as long"
     first, *others = sorted(spent, key=spent.__getitem__, reverse=True)
-    no_longer = others and spent[first] - spent[others[0]] <= ALIKE * abs(spent[first])
-    return first, alike if no_longer else why
+    none = others and spent[first] - spent[others[0]] <= 0.01 * abs(spent[first])
+    return first, alike if none else why
 
 
 def communication_ns(profile: Profile) -> int:

@@ -35,13 +35,7 @@ NO_BYTECODE = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
 def dlrm(*words: str, **streams: Any) -> subprocess.CompletedProcess[str]:
     given = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
     return subprocess.run(
-        [*MODULE, *words],
-        text=True,
-        cwd=ROOT,
-        env=NO_BYTECODE,
-        check=False,
-        timeout=120,
-        **given,
+        [*MODULE, *words], text=True, cwd=ROOT, env=NO_BYTECODE, check=False, timeout=120, **given
     )
 
 

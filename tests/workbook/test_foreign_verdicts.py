@@ -146,8 +146,7 @@ def test_copies_that_wait_since_before_the_recording_hold_it_up(tmp_path: Path) 
     for at in range(0, 1000, 100):
         events.append(gpu_trace.on_gpu("gpu_memcpy", name, at, at + 95, 9, bytes=95_000_000))
     events.append(gpu_trace.on_gpu("kernel", "gemm", 1000, 1010, 7))
-    events.append(operator("aten::mm", 0, 1000))
-    events.append(call(LAUNCH, 1, 2, 1))
+    events += [operator("aten::mm", 0, 1000), call(LAUNCH, 1, 2, 1)]
     first = report(tmp_path, events).ranked_findings[0]
     assert first.id == "copies_not_overlapped"
     assert first.share_of_step == pytest.approx(0.94, abs=0.01)
@@ -260,9 +259,7 @@ def test_idle_time_before_a_wait_is_not_what_it_costs(tmp_path: Path) -> None:
     events = [operator("aten::mm", 0, 30_000)]
     for number, (launch, start, end) in enumerate(((1, 10, 20), (30_000, 30_020, 99_900))):
         events += launched(number + 1, (launch, launch + 8), "k", (start, end))
-    for at in (30_100, 60_000):
-        end = at + 29_000
-        events.append(call("cudaStreamSynchronize", at, end))
+    events += [call("cudaStreamSynchronize", at, at + 29_000) for at in (30_100, 60_000)]
     every = report(tmp_path, events).ranked_findings
     assert "idle 30% of the time" in every[0].title or "idle 30% of the time" in every[1].title
     assert not any("could be hidden" in one.evidence for one in every)
@@ -314,9 +311,8 @@ def test_a_copy_in_whose_call_the_host_waits_is_felt(tmp_path: Path) -> None:
     events, name = [], "Memcpy HtoD (Pageable -> Device)"
     for at in range(0, 100_000, 10_000):
         events.append(call("cudaMemcpy", at, at + 9_995, at + 1))
-        copy = gpu_trace.on_gpu("gpu_memcpy", name, at + 5, at + 9_990, 7, correlation=at + 1)
-        copy["args"]["bytes"] = 50_000_000
-        events.append(copy)
+        moved = {"correlation": at + 1, "bytes": 50_000_000}
+        events.append(gpu_trace.on_gpu("gpu_memcpy", name, at + 5, at + 9_990, 7, **moved))
     first = report(tmp_path, events).ranked_findings[0]
     assert "Copies from pageable memory take 100%" in first.title
     assert "brings nothing" not in first.evidence
@@ -345,8 +341,7 @@ def test_calls_that_compute_nothing_are_called_what_they_do(name, kind, said, tm
 def test_calling_operators_is_named_where_kernels_are_not_recorded(tmp_path: Path) -> None:
     events = []
     for at in range(0, 5000, 10):
-        events.append(operator("aten::add", at, at + 9))
-        events.append(call(LAUNCH, at + 4, at + 7, at + 1))
+        events += [operator("aten::add", at, at + 9), call(LAUNCH, at + 4, at + 7, at + 1)]
     first = report(tmp_path, events).ranked_findings[0]
     assert first.id == "dispatch_bound" and "500 operators" in first.evidence
 
@@ -386,8 +381,7 @@ def test_two_kinds_of_pointwise_kernels_are_pointwise_work(tmp_path: Path) -> No
 def test_a_part_that_takes_more_than_any_name_without_one_is_named(tmp_path: Path) -> None:
     events = [operator("aten::item", at, at + 300) for at in range(0, 3000, 1000)]
     for at in range(0, 3000, 1000):
-        step = "Optimizer.step#AdamW.step"
-        events.append(mark(step, at + 300, at + 900))
+        events.append(mark("Optimizer.step#AdamW.step", at + 300, at + 900))
         events.append(operator("aten::addcdiv_", at + 310, at + 890))
     first = report(tmp_path, events).ranked_findings[0]
     assert "Optimizer update takes 62% of the recording" in first.title
@@ -427,8 +421,7 @@ def test_calls_of_a_range_count_with_what_passes_between_them(tmp_path: Path) ->
     events = [mark("infer", 0, 5000)]
     for at in range(0, 5000, 10):
         events.append(operator("aten::select", at, at + 4))
-        events.append(operator("aten::as_strided", at + 1, at + 2))
-        events.append(operator("aten::as_strided", at + 2, at + 3))
+        events += [operator("aten::as_strided", at + n, at + n + 1) for n in (1, 2)]
     first = report(tmp_path, events).ranked_findings[0]
     assert "Calling operators, not computing, takes 100% of the recording" in first.title
     assert "500 of the calls those of aten::select" in first.title

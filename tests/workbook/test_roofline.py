@@ -37,14 +37,9 @@ from dlrm_workbook.ground.marks import PART_PREFIX
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.trace import read_trace
 from dlrm_workbook.show.profile import ceilings_frame, roofline_text
-from dlrm_workbook.show.roofline import (
-    LETTER,
-    PHASE_SYMBOLS,
-    PLOT_WIDTH,
-    least_time_bars,
-    roofline_chart,
-)
+from dlrm_workbook.show.roofline import PHASE_SYMBOLS, least_time_bars, roofline_chart
 from dlrm_workbook.show.tables import TextTable, show
+from dlrm_workbook.show.theme import LETTER, PLOT_WIDTH
 
 MILLION = 1_000_000
 

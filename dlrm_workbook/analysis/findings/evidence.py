@@ -46,7 +46,7 @@ from dlrm_workbook.analysis.roofline import roofline
 from dlrm_workbook.ground.arrays import Bools, Ints
 from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.foreign import is_iteration_function
-from dlrm_workbook.recordings.nesting import overlap, union
+from dlrm_workbook.recordings.nesting import overlap, stretches, union
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.chrome_trace import GRAPH_LAUNCH
 from dlrm_workbook.recordings.torch.lines import MAIN
@@ -94,11 +94,6 @@ def by_kernel(profile: Profile, context: Any, ms: Any) -> pd.Series:
     names = profile.contexts["name"].iloc[context]
     short = [kernel_name(kernel).short or kernel for kernel in names]
     return pd.Series(np.asarray(ms)).groupby(short).sum().nlargest(MOST_LISTED)
-
-
-def stretches(*tables: pd.DataFrame) -> Stretches:
-    """(start, end) of the time that the rows of any of these tables cover, ns."""
-    return joined(*((rows["start_ns"].to_numpy(), rows["end_ns"].to_numpy()) for rows in tables))
 
 
 def joined(*spans: Stretches) -> Stretches:

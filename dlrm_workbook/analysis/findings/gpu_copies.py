@@ -10,13 +10,7 @@ import pandas as pd
 
 from dlrm_core.base.text import counted
 from dlrm_workbook.analysis.attribution import PART, host_is_traced
-from dlrm_workbook.analysis.findings.evidence import (
-    MOST_LISTED,
-    Evidence,
-    joined,
-    listed_times,
-    stretches,
-)
+from dlrm_workbook.analysis.findings.evidence import MOST_LISTED, Evidence, joined, listed_times
 from dlrm_workbook.analysis.findings.finding import (
     Causes,
     Measured,
@@ -29,7 +23,7 @@ from dlrm_workbook.analysis.findings.finding import (
 from dlrm_workbook.analysis.findings.gpu_taken import BLOCKING
 from dlrm_workbook.analysis.kernel_names import kernel_name
 from dlrm_workbook.ground.units import digits, milliseconds
-from dlrm_workbook.recordings.nesting import overlap
+from dlrm_workbook.recordings.nesting import overlap, stretches
 from dlrm_workbook.recordings.nsight import MIGRATED
 from dlrm_workbook.recordings.torch.trace import LAUNCHED_BEFORE
 
@@ -71,12 +65,11 @@ def copies(evidence: Evidence, ledger: Causes) -> Measured | None:
     on_device = evidence.parameter("data.place") == "device"
     in_turn = evidence.parameter("data.loader") == "synchronous" and not on_device
     change: dict[str, Any] = {"data.loader": "prefetch"} if in_turn else {}
-    has_bytes = size > 0
     figures: Measured = {
         "share": share,
         "explains": largest_part(crossing, "ms"),
         "count": counted(max(round(len(crossing) / evidence.iterations), 1), "piece"),
-        "megabytes": digits(size / 1e6) if has_bytes else None,
+        "megabytes": digits(size / 1e6) if size else None,
         "time": time,
         "rate": f" ({digits(size / summed / 1e6)} GB/s)",
         "alone": alone,
@@ -87,7 +80,7 @@ def copies(evidence: Evidence, ledger: Causes) -> Measured | None:
         "change": change,
         "speedup": (predicted(evidence, change) if change else None) or bounded(share),
     }
-    if not has_bytes:
+    if not size:
         figures["evidence"] = (
             "Copies take {time:ms} per iteration, {alone:ms} of it while no kernel runs and work "
             "or the host waits for them; their bytes were not measured.",
@@ -99,7 +92,7 @@ def copies(evidence: Evidence, ledger: Causes) -> Measured | None:
             "fewer bytes (they are pinned already), ahead and on a stream of their own."
             if pinned_ms > 0.5 * summed
             else "Copy many values at once: a copy takes microseconds, however little it moves."
-            if has_bytes and size * evidence.iterations < SMALL_COPY * len(crossing)
+            if 0 < size * evidence.iterations < SMALL_COPY * len(crossing)
             else "Pin the batches (DataLoader(pin_memory=True)) and copy them ahead with "
             "non_blocking=True on a stream of their own, or copy fewer bytes."
         )

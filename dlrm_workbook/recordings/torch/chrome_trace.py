@@ -220,9 +220,8 @@ class Events:
         if self.launched_before is not None:
             count, spent = self.launched_before
             facts["launched_before_trace"] = {"count": count, "time_ms": spent / 1e6}
-        overhead = self.marks[
-            self.marks["name"].isin(PROFILERS_OWN) & self.marks["kind"].eq("overhead")
-        ]
+        overhead = self.marks[self.marks["kind"].eq("overhead")]
+        overhead = overhead[overhead["name"].isin(PROFILERS_OWN)]
         if len(overhead):
             facts["profiler_overhead"] = overhead[["name", "start", "end"]].to_dict("list")
         waits = self.marks[self.marks["kind"].eq("exchange")]
@@ -556,8 +555,7 @@ class _Walk:
     def _of_npu(self, event: TraceEvent) -> str:
         """The table of a span of Ascend's profiler (msprof), "" of any other: its calls of CANN lie
         in a process whose number tells the program's, and what they launch on an NPU has their
-        connection. An exchange is one row of HCCL's: its copies on the NPU are left out, its waits
-        are no work.
+        connection. An exchange is one row of HCCL's; of its pieces on the NPU its waits are kept.
         """
         if (args := event.args) is None or args.connection is None:
             return ""
