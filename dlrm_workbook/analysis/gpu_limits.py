@@ -28,6 +28,7 @@ from dlrm_workbook.analysis.kernel_names import kernel_name, short_names
 from dlrm_workbook.analysis.reasons import gpus_by_names, operator_text, rate_text, why
 from dlrm_workbook.analysis.roofline import ARITHMETIC, MEMORY, operations_by_precision
 from dlrm_workbook.ground.arrays import Bools, Floats, Ints
+from dlrm_workbook.ground.units import digits
 from dlrm_workbook.recordings.foreign import COMMUNICATION
 from dlrm_workbook.recordings.profile import Profile, nearest
 from dlrm_workbook.recordings.torch.shape_work import NOTE, NOTES, OPERAND_BYTES, bytes_are
@@ -162,7 +163,8 @@ def kernel_paces(profile: Profile) -> dict[str, tuple[str, str]]:
     work = _Work(profile)
     names, shapes = (profile.contexts[name].to_numpy() for name in ("name", "shapes"))
     above = nearest(profile.contexts["parent"].to_numpy(), profile.of_kind("operator"))
-    judged: list[Any] = _rates(work).to_dict("records")
+    rates = _rates(work)
+    judged: list[Any] = rates.assign(most=rates["gb_per_s"].max()).to_dict("records")
     kernels = np.flatnonzero(work.is_kernel & (work.own_ms > 0) & (above >= 0))
     table = pd.DataFrame({"name": names[kernels], "ms": work.own_ms[kernels]})
     rate = [work.rate.get(int(operator), -1) for operator in work.operator[kernels]]
@@ -194,7 +196,11 @@ def _pace(row: dict[str, Any], gpus: tuple[Device, ...]) -> tuple[str, str]:
     reason = "by which it is faster than the data sheet allows, or of a precision without a rate"
     if row["transformed"]:
         reason = "since its kernels multiply less than its definition (Winograd, FFT)"
-    reason = reason if gpus else "since no data sheet of its device is listed"
+    elif not gpus:
+        reason = "since no data sheet of its device is listed"
+        if math.isfinite(row["gb_per_s"]):
+            others = f" of up to {digits(row['most'])} GB/s that operators reach here"
+            return place, f"moves {digits(row['gb_per_s'])} GB/s{others}, and {UNJUDGED}, {reason}"
     return place, f"{UNJUDGED}, {reason}"
 
 

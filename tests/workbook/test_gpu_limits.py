@@ -17,11 +17,13 @@ from dlrm_workbook.analysis.devices import device
 from dlrm_workbook.analysis.gpu import copy_table, kernel_table, waves
 from dlrm_workbook.analysis.gpu_limits import (
     RATE_KNOWN,
+    kernel_paces,
     kernel_work,
     operator_rates,
     peak_tflops,
     rate_coverage,
 )
+from dlrm_workbook.ground.units import digits
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.chrome_trace import Events
 from dlrm_workbook.recordings.torch.shape_work import work_of_call
@@ -273,6 +275,8 @@ def test_a_page_names_the_data_sheet_and_shows_what_is_known() -> None:
     assert unknown["share_of_ceiling"].isna().all()
     pd.testing.assert_series_equal(unknown["tflops_per_s"], rates["tflops_per_s"])
     assert "Chip of tomorrow" in operator_roofline(unknown).layout.title.text
+    most = f"GB/s of up to {digits(rates['gb_per_s'].max())} GB/s that operators reach here"
+    assert any(most in pace for _, pace in kernel_paces(profile).values())
 
 
 @pytest.mark.parametrize(
