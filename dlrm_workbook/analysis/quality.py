@@ -215,9 +215,10 @@ def _errors(
     if (scatter := _scatter(plain)) is not None and plain is not None:
         why = f"iterations without a profiler scatter by {percent(scatter)}"
         yield scatter / math.sqrt(max(int(plain.steady.sum()), 1)), why
-    # what no part names has a line, or is of no concern to kernels, operators and idle time
+    # what no part names has a line, or is of no concern to kernels, copies, operators, idle time
     first = findings[0].component if findings else ""
-    if not by_lines and first != "other" and not (evidence.on_gpu and first == "data"):
+    of_kind = evidence.on_gpu and first in ("data", "transfer")
+    if not by_lines and first != "other" and not of_kind:
         unnamed = 1 - coverage(attribution)
         yield unnamed, f"{percent(unnamed)} of the time is in no named part"
 

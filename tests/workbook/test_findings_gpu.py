@@ -464,6 +464,19 @@ def test_indexing_by_a_mask_is_named_with_its_operator_and_line(trace: Trace) ->
     assert first.share_of_step == pytest.approx(0.30, abs=0.01)
 
 
+def test_waits_for_long_copies_to_the_host_are_those_of_the_copies(trace: Trace) -> None:
+    for at in trace.steps():
+        trace.launch(at + 5, "sm90_bf16_gemm", at + 10, at + 300)
+        trace.launch(at + 310, "Memcpy DtoH (Device -> Pageable)", at + 320, at + 700, bytes=4e6)
+        trace.events[-2]["dur"] = 395.0  # it returns when the copy has ended
+        trace.launch(at + 980, "sm90_bf16_gemm", at + 985, at + 990)
+    first = listed(trace.read())[0]
+    assert first.id == "pageable_copies" and "synchronisation" not in found(trace.read())
+    # the copy, and the idle time from its call to the next launch
+    assert "The GPU idles 0.305 ms more" in first.evidence
+    assert first.share_of_step == pytest.approx((380 + 305) / 995, abs=0.01)
+
+
 @pytest.mark.parametrize("read", [False, True])
 def test_a_gradient_that_no_node_takes(trace: Trace, read: bool) -> None:
     kernel = "void split_embedding_codegen_grad_indice_weights_kernel<float, float>(float const*)"

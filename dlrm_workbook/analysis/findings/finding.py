@@ -178,6 +178,8 @@ class Causes:
         """Milliseconds explained without a place."""
         self.idle_ms = 0.0
         """Milliseconds of the GPU's idle time that rules have explained."""
+        self.copying_ms = 0.0
+        """Of it, that of which copies to the host are the cause, which return when they ended."""
         self.late_ms = 0.0
         """Milliseconds of the GPU's idle time that a finding over ranks reports."""
         self.waiting_ms = 0.0
@@ -208,7 +210,7 @@ class Causes:
         """Record what a rule says that it explained, see :func:`rule`."""
         if "explains" in measured:
             self.explain(measured["share"] * total_ms, measured["explains"])
-        self.idle_ms += measured.get("idle_ms", 0.0)
+        self.idle_ms += measured.get("idle_ms") or 0.0
         self.device_work |= set(measured.get("device_work", ()))
 
     def explained_in(self, part: Part) -> float:

@@ -39,6 +39,7 @@ OVER_LINK = re.compile("HtoD|DtoH|HostToDevice|DeviceToHost|copyin|copyout")
     evidence=(
         "Copies of {megabytes} MB per iteration, in {count}, take {time:ms}{rate}, {alone:ms} of "
         "it while no kernel runs and work or the host waits for them.",
+        "The GPU idles {idle_ms:ms} more around calls that return when their copy has ended.",
         "{pageable:ms} are from or to pageable memory, which the driver copies twice.",
         "Pinned copies reach {pinned:.1f} GB/s here.",
         "Pinned copies over this GPU's link reach about {link:.0f} GB/s (PCIe x16).",
@@ -56,7 +57,7 @@ def copies(evidence: Evidence, ledger: Causes) -> Measured | None:
         return None
     kernels = evidence.work[evidence.work["kind"].eq("kernel")]
     time, alone = evidence.alone_ms(crossing, kernels)[0], _delaying_ms(evidence, crossing, kernels)
-    share = alone / evidence.total_ms
+    share = (alone + ledger.copying_ms) / evidence.total_ms
     is_pageable = crossing["name"].str.contains("Pageable", case=False)
     pageable, size = float(crossing.loc[is_pageable, "ms"].sum()), float(crossing["bytes"].sum())
     summed = float(crossing["ms"].sum())
@@ -71,6 +72,7 @@ def copies(evidence: Evidence, ledger: Causes) -> Measured | None:
         "count": counted(max(round(len(crossing) / evidence.iterations), 1), "piece"),
         "megabytes": digits(size / 1e6) if size else None,
         "time": time,
+        "idle_ms": ledger.copying_ms or None,
         "rate": f" ({digits(size / summed / 1e6)} GB/s)",
         "alone": alone,
         "pageable": None,

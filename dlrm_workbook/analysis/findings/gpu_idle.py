@@ -187,6 +187,9 @@ def synchronising(evidence: Evidence, ledger: Causes) -> Measured | None:
     ledger.explain(lost, part)
     ledger.idle_causes.add("synchronisation")
     ledger.waits = stretches(around)
+    if bulk > BULKY * waited:
+        ledger.copying_ms = lost
+        return None
     by_level = time_by_name(evidence.profile, calls["context"], calls["waited_ms"])
     inner, line = (by_level[level][lambda ms: ms > 0.5 * waited] for level in ("inner", "python"))
     most = f", {milliseconds(inner.iloc[0])} in {shown(str(inner.index[0]))}" if len(inner) else ""
@@ -217,18 +220,12 @@ def synchronising(evidence: Evidence, ledger: Causes) -> Measured | None:
         "during": f"during and after it{', and in the operators around it' * bool(len(around))}",
         "it": "the idle time",
         "pieces": (calls["context"], calls["lost_ms"]),
-        **({"advice": READ_AHEAD} if bulk > BULKY * waited else {}),
     }
 
 
 BULKY = 0.25
 """Share of waits from which on the copies to the host are so long themselves that they are no
-values which are read."""
-
-READ_AHEAD = (
-    "Copy to pinned memory with non_blocking=True, on a stream of its own, and wait for an event "
-    "where the values are used, after the next work is launched."
-)
+values which are read: the waits are theirs."""
 
 LONG_CALL_US = 1000.0
 """A call of the driver that waits for nothing and takes so long does work of its own: it takes or
