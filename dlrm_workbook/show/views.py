@@ -238,7 +238,7 @@ def _step_sentence(report: Report) -> Text:
 def _stall_reasons(report: Report) -> pd.DataFrame:
     stalls = report.stalls
     reasons = gpu.stall_reasons(stalls) if len(stalls) else stalls
-    names = {reason: name for reason, (name, _) in gpu_figures.REASONS.items()}
+    names = {reason: row["words"] for reason, row in gpu.REASONS.items()}
     return reasons.replace({"reason": names})
 
 
