@@ -4,8 +4,8 @@ from dlrm_core.interactions import CrossInteraction, DotInteraction
 from dlrm_core.model import InteractionLayer
 
 
-def dot_layer(features: int, itself: bool, dim: int = 1) -> InteractionLayer:
-    return InteractionLayer(DotInteraction(features, dim, interaction_itself=itself))
+def dot_layer(features: int, itself: bool) -> InteractionLayer:
+    return InteractionLayer(DotInteraction(features, 1, interaction_itself=itself))
 
 
 def cross_layer(features: int, dim: int, layers: int, rank: int) -> InteractionLayer:

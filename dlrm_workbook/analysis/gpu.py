@@ -25,6 +25,7 @@ from dlrm_workbook.analysis.context_tree import reason_of, unmeasured
 from dlrm_workbook.analysis.devices import DATA_SHEET
 from dlrm_workbook.analysis.gpu_limits import kernel_work, yes_no_unknown
 from dlrm_workbook.analysis.kernel_names import kernel_name, short_names
+from dlrm_workbook.ground.tables import rows_of
 from dlrm_workbook.recordings.hpctoolkit.database import read_database
 from dlrm_workbook.recordings.hpctoolkit.metrics import COPY_KINDS, MEMORY_KINDS, STALLS, SYNC_KINDS
 from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
@@ -50,25 +51,10 @@ SERIALISED_KERNELS = "kernels serialised by PC sampling"
 ISSUED = "NONE"
 """The "reason" of samples that found a warp issuing: no stall."""
 
-STALL_ADVICE = {
-    "NONE": "nothing: this is the GPU at work",
-    "IFET": "smaller or less unrolled code, fewer branches; larger kernels where each is short",
-    "IDEP": "more independent work: more warps (occupancy), unrolling, several results a thread",
-    "GMEM": "fewer bytes (bf16, fusion), coalesced and reused reads, more loads in flight",
-    "TMEM": "fewer or wider texture and local-memory accesses; look for register spills",
-    "SYNC": "fewer barriers, smaller blocks, even work among the warps of a block",
-    "CMEM": "constants that all threads of a warp read alike; larger kernels: first reads miss",
-    "PIPE": "the arithmetic is the limit: tensor cores, lower precision, fewer operations",
-    "MTHR": "wider and fewer accesses: vector loads, coalescing; look for register spills",
-    "NSEL": "nothing: other warps were ready, there is more parallelism than needed",
-    "OTHR": "look at the instructions: branches, barriers of the hardware, and the like",
-    "SLP": "fewer sleeps: spinning on locks or flags",
-    "MEM": "fewer bytes (bf16, fusion), coalesced and reused reads",
-    "LMEM": "fewer registers a thread, so that none spill; smaller local arrays",
-    "HID": "nothing: other warps issued meanwhile",
-    "INV": "none: the hardware gave no valid reason",
-}
-"""Stall reason to what usually shortens it; what it means is in ``metrics.STALLS``."""
+REASONS = {row["reason"]: row for row in rows_of(__file__, "stalls.csv")}
+"""Stall reason to its row: ``advice``, what usually shortens it; ``words``, a legend's few; and
+``colour``, that of a part: those stay apart for readers with any colour vision. What a reason
+means is in ``metrics.STALLS``."""
 
 COPY_NAMES = {"HtoD": "H2D", "DtoH": "D2H", "DtoD": "D2D", "HtoH": "H2H", "PtoP": "P2P"}
 COPY_NAMES |= {"HostToDevice": "H2D", "DeviceToHost": "D2H", "DeviceToDevice": "D2D"}
@@ -328,7 +314,7 @@ def stall_reasons(stalls: pd.DataFrame) -> pd.DataFrame:
         return unmeasured(columns, reason_of(stalls) or "no stall was sampled")
     table = stalls.groupby("reason", as_index=False)[names].sum(min_count=1)
     table["meaning"] = table["reason"].map(STALLS)
-    table["advice"] = table["reason"].map(STALL_ADVICE)
+    table["advice"] = table["reason"].map(lambda reason: REASONS[reason]["advice"])
     return table.sort_values("warp_cycles", ascending=False, ignore_index=True)[columns]
 
 

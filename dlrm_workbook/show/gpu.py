@@ -12,7 +12,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from dlrm_core.parts import parse_span, part_label
-from dlrm_workbook.analysis.gpu import ISSUED
+from dlrm_workbook.analysis.gpu import ISSUED, REASONS
 from dlrm_workbook.analysis.idleness import NOBODY
 from dlrm_workbook.analysis.kernel_names import short_names
 from dlrm_workbook.ground.units import known_or, milliseconds, percent
@@ -33,27 +33,6 @@ from dlrm_workbook.show.theme import (
     rows_of,
     stacked_bars,
 )
-
-REASONS = {
-    "NONE": ("issuing, no stall", "other"),
-    "IFET": ("instruction fetch", "loss"),
-    "IDEP": ("earlier instruction", "top_mlp"),
-    "GMEM": ("global memory", "optimizer"),
-    "TMEM": ("texture queue full", "transfer"),
-    "SYNC": ("barrier", "communication"),
-    "CMEM": ("constant memory", "bottom_mlp"),
-    "PIPE": ("arithmetic busy", "embedding"),
-    "MTHR": ("memory queue full", "data"),
-    "NSEL": ("other warp chosen", "interaction"),
-    "OTHR": ("other reason", "other"),
-    "SLP": ("sleeping", "other"),
-    "MEM": ("memory", "optimizer"),
-    "LMEM": ("local memory", "other"),
-    "HID": ("hidden", "other"),
-    "INV": ("no valid reason", "other"),
-}
-"""Stall reason to a legend's few words (the whole meaning is in ``metrics.STALLS``), and to the
-part whose colour it has: those of parts stay apart for readers with any colour vision."""
 
 FUNCTION_COLOURS = [COLOURS[name] for name in COLOURS if name != "other"]
 LANE_ROW = 34
@@ -120,13 +99,13 @@ def stall_bars(stalls: pd.DataFrame) -> go.Figure:
             "%{x:.2f}% of all samples, %{customdata[2]} of all stalls<br>"
             "%{customdata[1]:,.3s} warp-cycles"
         )
-        name, part_of_colour = REASONS.get(reason, (reason, "other"))
-        colour = GRID if issued else COLOURS[part_of_colour]
+        legend = REASONS.get(reason, {"words": reason, "colour": "other"})
+        colour = GRID if issued else COLOURS[legend["colour"]]
         add_bars(
             result,
             100 * part["share_of_samples"],
             part["row"],
-            name,
+            legend["words"],
             {"color": colour, "line": {"width": 1 if issued else 0, "color": INK}},
             hover,
             customdata=list(zip(*data, strict=True)),

@@ -238,7 +238,7 @@ def _step_sentence(report: Report) -> Text:
 def _stall_reasons(report: Report) -> pd.DataFrame:
     stalls = report.stalls
     reasons = gpu.stall_reasons(stalls) if len(stalls) else stalls
-    names = {reason: name for reason, (name, _) in gpu_figures.REASONS.items()}
+    names = {reason: row["words"] for reason, row in gpu.REASONS.items()}
     return reasons.replace({"reason": names})
 
 
@@ -255,9 +255,7 @@ VIEWS: dict[str, View] = {
     "quality": View(
         "What figures are good for", words=lambda report: Quality(**report.quality), tags="quality"
     ),
-    "first_lines": View(
-        "Lines with the most time", made=_first_lines, tags="headline"
-    ),
+    "first_lines": View("Lines with the most time", made=_first_lines, tags="headline"),
     "bars": View(
         "The step, and the step after each advised change",
         made=lambda report: verdict.table(report.stages) if report.stages else pd.DataFrame(),
@@ -311,12 +309,8 @@ VIEWS: dict[str, View] = {
         drawn=lambda report: figures.idle_part_bars(report.idle_parts, _unit(report)),
     ),
     "device_beside_host": View("Parts on the GPU and on the host", made=_device_beside_host),
-    "times": View(
-        "Other times of the step", made=_other_times, tags="open summary"
-    ),
-    "unattributed": View(
-        "What is in no part", attribution.unattributed, tags="detail", most=10
-    ),
+    "times": View("Other times of the step", made=_other_times, tags="open summary"),
+    "unattributed": View("What is in no part", attribution.unattributed, tags="detail", most=10),
     "roofline": View(
         "Parts beside the limits of the machine", made=_roofline, sort="time_ms",
         drawn=lambda report: roofline_figures.roofline_chart(
@@ -360,9 +354,7 @@ VIEWS: dict[str, View] = {
     "gpus": View(
         "GPUs busy and idle", idleness.gpu_idleness, gpu_figures.idleness_bars, tags="detail"
     ),
-    "kernels": View(
-        "Kernels by time", gpu.kernel_table, gpu_figures.kernel_bars
-    ),
+    "kernels": View("Kernels by time", gpu.kernel_table, gpu_figures.kernel_bars),
     "kernel_launches": View(
         "What kernels were launched with, and what they reach",
         made=lambda report: report.kernels, tags="detail",
@@ -401,12 +393,8 @@ VIEWS: dict[str, View] = {
     "calls": View(
         "Calls, callers above callees", made=_calls, drawn=_icicle, tags="open", tab="Top-down",
     ),
-    "callers": View(
-        "Functions with their callers", made=_callers, tab="Bottom-up", most=40
-    ),
-    "functions": View(
-        "Functions over all calls", made=_functions, tab="Flat", most=15
-    ),
+    "callers": View("Functions with their callers", made=_callers, tab="Bottom-up", most=40),
+    "functions": View("Functions over all calls", made=_functions, tab="Flat", most=15),
     "operators": View(
         "Operators by their own time", operators.top_operators,
         drawn=lambda report: figures.operator_bars(report.operators, unit=_unit(report)),

@@ -31,8 +31,8 @@ OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 
 
-def gpu_tables(rows, dim, optimizer="sgd", seed=0, **how):
-    tables = make_tables(rows, dim, seed).to(DEVICE)
+def gpu_tables(rows, dim, optimizer="sgd", **how):
+    tables = make_tables(rows, dim).to(DEVICE)
     tables.backend = FusedGpu(tables, optimizer, 0.1, **how)
     return tables
 

@@ -467,15 +467,13 @@ def test_the_command_prints_what_was_measured_and_writes_json(tmp_path, capsys, 
     assert "bare random rows" in said
 
 
-def bare_round(number, fp32, bf16, best, rows=5.0, waited=0.0):
+def bare_round(number, fp32, bf16, best):
     """What a round of bare work finds."""
-    times = {"fp32": fp32, "bf16": bf16, "rows": rows}
-    least = {"fp32": fp32, "bf16": best, "rows": rows}
+    times = {"fp32": fp32, "bf16": bf16, "rows": 5.0}
+    least = {"fp32": fp32, "bf16": best, "rows": 5.0}
     errors = {"fp32": 2e-7, "fp32_bf16x2": 4e-6}
-    return {"round": number, "ms": times, "best_ms": least, "errors": errors} | {
-        "waited_share": waited,
-        "reasons": {},
-    }
+    found = {"ms": times, "best_ms": least, "errors": errors, "waited_share": 0.0, "reasons": {}}
+    return {"round": number} | found
 
 
 def test_shares_of_the_bare_work_are_the_rounds_own_and_a_slow_unit_is_said():

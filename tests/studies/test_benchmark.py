@@ -243,7 +243,7 @@ def figures(shown: list[Any]) -> list[Any]:
     return [value for value in shown if hasattr(value, "layout")]
 
 
-def embeddings_of(scale: dict[str, float], threads: int = 1) -> dict[str, Any]:
+def embeddings_of(scale: dict[str, float]) -> dict[str, Any]:
     """An embedding benchmark in which each contestant takes so many milliseconds a phase."""
 
     def run(name: str, group: Any, *others: Any) -> Any:
@@ -253,7 +253,7 @@ def embeddings_of(scale: dict[str, float], threads: int = 1) -> dict[str, Any]:
         return {case.name: times for case in group}
 
     ledger = open_embedding_ledger(None, 1, False, "dlrm bench")
-    run_group(ledger, CASE_GROUPS["sgd"], threads, 2, run=run)
+    run_group(ledger, CASE_GROUPS["sgd"], 1, 2, run=run)
     return ledger.document
 
 

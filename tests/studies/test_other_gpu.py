@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gpu_trace
 import pytest
+from gpu_trace import call, launched, mark, on_gpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recordings import SEVERAL, TRACES, recording
@@ -19,15 +21,6 @@ from dlrm_workbook.recordings.torch.trace import read_trace
 
 A100, H100, V100 = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "Tesla V100-SXM2-32GB"
 GEMM = "ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_stages_32x5_tn"
-
-
-def span(category: str, name: str, start: float, end: float, **args: Any) -> dict[str, Any]:
-    on_gpu = category in ("kernel", "gpu_memcpy")
-    if on_gpu:
-        args |= {"device": 0, "stream": 7}
-    place = {"pid": 0, "tid": 7} if on_gpu else {"pid": 1, "tid": 1}
-    times = {"ph": "X", "cat": category, "name": name, "ts": start, "dur": end - start}
-    return times | place | {"args": args}
 
 
 def recorded(
@@ -50,19 +43,17 @@ def recorded(
         grid = {"grid": [blocks, 1, 1], "block": [128, 1, 1]}
         at = begin + 20
         events += [
-            span("user_annotation", f"ProfilerStep#{step}", begin, begin + 1000),
-            span("user_annotation", "## forward:top_mlp ##", begin + 1, begin + 900),
-            span("cpu_op", operator, begin + 2, begin + 12, **args),
-            span("cuda_runtime", "cudaLaunchKernel", begin + 3, begin + 8, correlation=step),
-            span("kernel", kernel, at, at + kernel_us, correlation=step, **grid),
+            mark(f"ProfilerStep#{step}", begin, begin + 1000),
+            mark("## forward:top_mlp ##", begin + 1, begin + 900),
+            gpu_trace.operator(operator, begin + 2, begin + 12, **args),
+            *launched(step, (begin + 3, begin + 8), kernel, (at, at + kernel_us), **grid),
         ]
         if copy:
             number, at = 100 + step, at + kernel_us + 10
             name, size, took = copy
-            call = span("cuda_runtime", "cudaMemcpyAsync", begin + 13, begin + 15)
-            call["args"]["correlation"] = number
             moved = {"correlation": number, "bytes": size}
-            events += [call, span("gpu_memcpy", name, at, at + took, **moved)]
+            events.append(call("cudaMemcpyAsync", begin + 13, begin + 15, number))
+            events.append(on_gpu("gpu_memcpy", name, at, at + took, 7, **moved))
     path = folder / f"{gpu.replace(' ', '')}-{kernel_us}.json"
     header = {"deviceProperties": [{"id": 0, "name": gpu, "numSms": 108}]}
     path.write_text(json.dumps({"traceEvents": events} | header))

@@ -99,16 +99,12 @@ def built(
 
 
 def like_hpctoolkit(
-    torch: Profile,
-    rng: np.random.Generator,
-    dropped: float = 0.01,
-    added: float = 0.01,
-    demangler: str = "libiberty",
+    torch: Profile, rng: np.random.Generator, demangler: str
 ) -> tuple[Profile, pd.DataFrame]:
     """A torch recording as HPCToolkit would have made it, and the truth about its operations.
 
     Names are spelt HPCToolkit's way, launches and parts are gone, every time differs by up to
-    10 %, kernels are missing and memory sets added.
+    10 %, 1 % of the kernels are missing and as many memory sets added.
 
     Returns:
         The profile; ``start_ns``, ``iteration``, ``component``, ``phase`` of each operation in
@@ -119,10 +115,10 @@ def like_hpctoolkit(
     truth[PARTS] = torch.contexts.loc[work["context"], PARTS].to_numpy()
     truth[["kind", "name"]] = torch.contexts.loc[work["context"], ["kind", "name"]].to_numpy()
     truth["stream"] = truth["profile"].map(torch.threads.set_index("profile")["thread"])
-    truth = truth[(truth["kind"] != "kernel") | (rng.random(len(truth)) >= dropped)]
+    truth = truth[(truth["kind"] != "kernel") | (rng.random(len(truth)) >= 0.01)]
     lasted = (truth["end_ns"] - truth["start_ns"]) * rng.uniform(0.9, 1, len(truth))
     truth["end_ns"] = truth["start_ns"] + lasted.astype(np.int64)
-    extra = truth[rng.random(len(truth)) < added].copy()
+    extra = truth[rng.random(len(truth)) < 0.01].copy()
     extra["start_ns"] = extra["end_ns"] = extra["end_ns"] + 1
     extra = extra.assign(kind="copy", name="Memset (Device)", iteration=-2)
     truth = pd.concat([truth, extra]).sort_values(["stream", "start_ns"], kind="stable")
@@ -155,7 +151,7 @@ def torch_trace(name: str) -> Profile:
 @pytest.mark.parametrize("name", ["meta-dlrm-a100x8-rank3", "resnet50-v100-2021"])
 def test_parts_of_a_real_trace_come_back_from_another_of_its_steps(name, demangler) -> None:
     torch = torch_trace(name)
-    mine, truth = like_hpctoolkit(torch, np.random.default_rng(7), demangler=demangler)
+    mine, truth = like_hpctoolkit(torch, np.random.default_rng(7), demangler)
     begins, ends = (torch.iterations[edge].to_numpy() for edge in ("start_ns", "end_ns"))
     found = align_profiles(mine, only_iteration(torch, 3), begins, ends)
     assert not found.reason

@@ -4,6 +4,7 @@ import re
 from functools import cache
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +19,8 @@ from dlrm_workbook.analysis.kernel_names import (
 from dlrm_workbook.recordings.hpctoolkit.database import read_database
 from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
 
+TABLE = Path(__file__).parents[1] / "data" / "kernel_names.csv"
+NAMES = pd.read_csv(TABLE, dtype=str, keep_default_na=False)
 H100 = Path(__file__).parents[3] / "shared" / "recordings" / "dlrm-h100-pc.d"
 
 
@@ -36,10 +39,6 @@ ELEMENTWISE = (
     "void at::native::vectorized_elementwise_kernel<4, at::native::{}, std::array<char*, 3ul> >"
     "(int, at::native::{}, std::array<char*, 3ul>)"
 )
-RELU_BACKWARD = (
-    "BinaryFunctor<float, float, float, at::native::(anonymous namespace)::threshold_kernel_impl"
-    "<float>(at::TensorIteratorBase&, float, float)::{lambda(float, float)#1}>"
-)
 REDUCE = (
     "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::func_wrapper_t"
     "<float, at::native::sum_functor<float, float, float>::operator()(at::TensorIterator&)::"
@@ -51,114 +50,13 @@ def elementwise(functor: str) -> str:
     return ELEMENTWISE.replace("{}", functor)
 
 
-@pytest.mark.parametrize(
-    ("full", "short", "precision", "tensor_cores"),
-    [
-        (
-            "void cutlass::Kernel2<cutlass_80_simt_sgemm_128x256_8x4_nt_align1>"
-            "(cutlass_80_simt_sgemm_128x256_8x4_nt_align1::Params)",
-            *("cutlass sgemm 128x256 nt", "fp32", False),
-        ),
-        (
-            "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_64x64_64x6_tn_"
-            "align8>(cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_64x64_64x6_tn_align8::Params)",
-            *("cutlass bf16 tensorop gemm relu 64x64 tn", "bf16", True),
-        ),
-        (
-            "void cutlass::Kernel<cutlass_80_tensorop_s1688gemm_64x64_32x6_tn_align4>(int)",
-            *("cutlass tf32 tensorop gemm 64x64 tn", "tf32", True),
-        ),
-        ("volta_sgemm_128x32_nt", "volta sgemm 128x32 nt", "fp32", False),
-        ("volta_h884gemm_64x64_ldg8_nn", "volta fp16 gemm 64x64 nn", "fp16", True),
-        (
-            "ampere_fp16_s16816gemm_fp16_128x64_ldg8_f2f_stages_64x4_tn",
-            *("ampere fp16 gemm 128x64 tn", "fp16", True),
-        ),
-        (
-            "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize64x64x64_warpgroupsize1x1x1_execute",
-            *("sm90 xmma bf16 gemm 64x64x64 tn", "bf16", True),
-        ),
-        (
-            "sm80_xmma_gemm_f32f32_tf32f32_f32_nn_n_tilesize128x128x16_stage4_warpsize2x2x1_"
-            "tensor16x8x8_execute_kernel__5x_cublas",
-            *("sm80 xmma tf32 gemm 128x128x16 nn", "tf32", True),
-        ),
-        (
-            "sm80_xmma_gemm_f32f32_f32f32_f32_nn_n_tilesize32x32x8_stage3_warpsize1x2x1_ffma_"
-            "aligna4_alignc4_execute_kernel__51_cublas",
-            *("sm80 xmma fp32 gemm 32x32x8 nn", "fp32", False),
-        ),
-        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "nvjet bf16 gemm 128x256 tnt", "bf16", True),
-        (
-            "Cijk_Alik_Bljk_BBS_BH_MT128x128x64_MI16x16x16x1_SN_1LDSB0_APM1",
-            *("Tensile bf16 gemm 128x128x64", "bf16", True),
-        ),
-        (
-            "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<64, 128, "
-            "128, 4, false, false, cutlass::bfloat16_t> >(pytorch_flash::Flash_fwd_params)",
-            *("flash attention forward bf16", "bf16", True),
-        ),
-        (elementwise("CUDAFunctor_add<float>"), "elementwise add", "", None),
-        (elementwise("CUDAFunctor_add<c10::BFloat16>"), "elementwise add bf16", "", None),
-        (elementwise(RELU_BACKWARD), "elementwise relu backward (threshold)", "", None),
-        (elementwise("FillFunctor<float>"), "fill", "", None),
-        (REDUCE, "reduce sum", "", None),
-        (
-            "void at::native::(anonymous namespace)::EmbeddingBag_updateOutputKernel_sum_mean"
-            "<float, long>(long const*)",
-            *("EmbeddingBag forward sum/mean", "", None),
-        ),
-        (
-            "void at::native::(anonymous namespace)::CatArrayBatchedCopy<float, unsigned int, 2, "
-            "128, 1>(float*)",
-            *("cat", "", None),
-        ),
-        (
-            "void at::native::(anonymous namespace)::indexSelectLargeIndex<float, long, unsigned "
-            "int, 2, 2, -2, true>(int)",
-            *("index select", "", None),
-        ),
-        (
-            "void split_embedding_backward_codegen_rowwise_adagrad_unweighted_kernel_cta_per_row_1"
-            "<float, float, float, 1ul, 16>(int)",
-            *("FBGEMM rowwise adagrad backward unweighted cta per row", "", None),
-        ),
-        (
-            "ncclKernel_AllReduce_RING_LL_Sum_float(ncclDevComm*, unsigned long, ncclWork*)",
-            *("nccl all-reduce ring LL sum fp32", "", None),
-        ),
-        (
-            "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
-            *("nccl all-reduce ring sum f32 LL", "", None),
-        ),
-        (
-            "void (anonymous namespace)::softmax_warp_forward<float, float, float, 10, true>(int)",
-            *("softmax warp forward", "", None),
-        ),
-        (
-            "void cub::DeviceRadixSortOnesweepKernel<cub::DeviceRadixSortPolicy<long, int, int>::"
-            "Policy800, false, long, int, int, int>(int*)",
-            *("cub radix sort onesweep int64", "", None),
-        ),
-        (
-            "void cudnn::bn_fw_tr_1C11_kernel_NCHW<float, float, 512, true, 1>(int)",
-            *("cudnn batch norm forward tr 1C11 NCHW", "", None),
-        ),
-        ("triton_poi_fused_add_relu_0", "triton pointwise add relu #0", "", None),
-        ("Memcpy HtoD (Pageable -> Device)", "memcpy host to device pageable -> device", "", None),
-        ("Memset (Device)", "memset device", "", None),
-        (
-            "_ZN2at6native29vectorized_elementwise_kernelILi4ENS0_15CUDAFunctor_addIfEESt5arrayIP",
-            *("elementwise add", "", None),
-        ),
-        ("", "unnamed kernel", "", None),
-    ],
-)
+@pytest.mark.parametrize(tuple(NAMES), NAMES.to_numpy().tolist())
 def test_names_say_what_a_kernel_does(full, short, precision, tensor_cores) -> None:
     found = kernel_name(full)
     assert found.short == short
     if found.is_product:
-        assert (found.precision, found.tensor_cores) == (precision, tensor_cores)
+        units = {"yes": True, "no": False, "": None}[tensor_cores]
+        assert (found.precision, found.tensor_cores) == (precision, units)
 
 
 OF_INDEX = (

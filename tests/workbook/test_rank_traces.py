@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gpu_trace import call, kernel, mark, on_gpu, operator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recordings import SEVERAL, recording
@@ -20,17 +21,6 @@ from dlrm_workbook.recordings.torch.trace import read_trace
 
 ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 SEND = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
-
-
-def span(category: str, name: str, start: float, end: float, tid: int, **args: Any) -> Any:
-    on_gpu = category == "kernel"
-    if on_gpu:
-        args |= {"device": 0, "stream": tid}
-    place = {"pid": 0 if on_gpu else 1, "tid": tid}
-    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": end - start} | {
-        **place,
-        "args": args,
-    }
 
 
 def fleet(
@@ -65,10 +55,9 @@ def fleet(
             number += 1
             work = now[rank] + work_us[rank][step]
             events[rank] += [
-                span("user_annotation", "## forward:bottom_mlp ##", now[rank], work, 7),
-                span("cuda_runtime", "cudaLaunchKernel", now[rank] + 1, now[rank] + 2, 7)
-                | {"args": {"correlation": number}},
-                span("kernel", "sgemm", now[rank] + 3, work - 1, 3, correlation=number),
+                mark("## forward:bottom_mlp ##", now[rank], work),
+                call("cudaLaunchKernel", now[rank] + 1, now[rank] + 2, number),
+                kernel("sgemm", now[rank] + 3, work - 1, number, stream=3),
             ]
             now[rank] = work
         for kind in kinds:
@@ -79,18 +68,16 @@ def fleet(
                 for rank in members:
                     said = {"Collective name": "allreduce" if kind == ALL_REDUCE else "all_to_all"}
                     said |= {"Process Group Name": "dp", "Process Group Ranks": one}
-                    kernel = span("kernel", kind, now[rank], end, 20, **(said if one else {}))
-                    events[rank].append(kernel)
+                    said = said if one else {}
                     if asked:
                         number += 1
-                        kernel["args"]["correlation"] = number
-                        call = span("cuda_runtime", "cudaLaunchKernel", now[rank], end, 7)
-                        call["args"]["correlation"] = number
-                        events[rank] += [span("user_annotation", asked, now[rank], end, 7), call]
+                        said |= {"correlation": number}
+                        launch = call("cudaLaunchKernel", now[rank], end, number)
+                        events[rank] += [mark(asked, now[rank], end), launch]
+                    events[rank].append(on_gpu("kernel", kind, now[rank], end, 20, **said))
                     now[rank] = end
         for rank in ranks if marked else ():
-            mark = span("user_annotation", f"ProfilerStep#{step}", begun[rank], now[rank], 7)
-            events[rank].append(mark)
+            events[rank].append(mark(f"ProfilerStep#{step}", begun[rank], now[rank]))
     found = {}
     for rank in ranks:
         exchanged = [e for e in events[rank] if e["name"] in kinds]
@@ -198,7 +185,7 @@ def test_ranks_without_a_gpu_have_no_collectives(tmp_path: Path) -> None:
     ranks = {}
     for rank in (0, 1):
         path = tmp_path / f"rank{rank}.json"
-        path.write_text(json.dumps({"traceEvents": [span("cpu_op", "aten::mm", 0, 50, 7)]}))
+        path.write_text(json.dumps({"traceEvents": [operator("aten::mm", 0, 50)]}))
         ranks[rank] = read_trace(path)
     table = traces.collectives(ranks)
     assert table.empty and "no communication kernels" in table.attrs["not_measured"]

@@ -16,6 +16,7 @@ from dlrm_workbook.analysis.findings.evidence import Evidence
 from dlrm_workbook.analysis.findings.finding import Causes, Measured, is_worthwhile, predicted, rule
 from dlrm_workbook.analysis.findings.where import part_name
 from dlrm_workbook.analysis.roofline import MAX_RELATIVE_ERROR
+from dlrm_workbook.ground.tables import rows_of
 from dlrm_workbook.ground.units import milliseconds
 
 TILE_ERRORS = {"bf16x2": 5e-6, "bf16x3": 2e-7}
@@ -27,10 +28,11 @@ PRECISION_ORDER = ("fp32", "bf16", "fp16")
 
 @dataclass(frozen=True)
 class Setting:
-    """What a faster setting is a finding of."""
+    """What a faster setting is a finding of; ``settings.csv`` has a row for each."""
 
     id: str
-    components: tuple[str, ...]
+    components: str
+    """Of the model, a space between two."""
     limit: str
     title: str
     """With ``{share:.0%}`` for the share of the step in its components, ``{layers}`` for what of
@@ -38,84 +40,7 @@ class Setting:
     advice: str
 
 
-DENSE_PARTS = ("bottom_mlp", "interaction", "top_mlp")
-
-SETTINGS: dict[str, Setting] = {
-    "training.fp32_matmul": Setting(
-        "dense_gemm",
-        ("bottom_mlp", "top_mlp"),
-        "arithmetic",
-        "Matrix products of {layers} take {share:.0%} of the step, in the slower library",
-        "Compute fp32 matrix products with oneDNN; the error is checked before training.",
-    ),
-    "training.precision": Setting(
-        "dense_precision",
-        DENSE_PARTS,
-        "arithmetic",
-        "The dense part computes in {now}, where {then} is allowed and faster",
-        "Compute the dense part in {then} by autocast; training.lowest_precision says that the "
-        "model's accuracy allows it (set it to fp32 if it does not).",
-    ),
-    "training.dense_backend": Setting(
-        "dense_kernels",
-        DENSE_PARTS,
-        "arithmetic",
-        "The dense part takes {share:.0%} of the step; fused kernels on matrix tiles are faster",
-        "Compute the dense part by fused kernels: operands stay in tiles between products, and "
-        "bias, ReLU, its mask and the bias' gradient are done while a result is in the cache.",
-    ),
-    "training.embedding_backend": Setting(
-        "embedding_update",
-        ("embedding",),
-        "random rows",
-        "Embeddings take {share:.0%} of the step; the {then} backend is faster",
-        "torch builds a sparse gradient of every looked-up row and then applies it; a fused "
-        "update touches each row once, in the backward pass.",
-    ),
-    "training.fused_optimizer": Setting(
-        "dense_update",
-        ("bottom_mlp", "top_mlp", "optimizer"),
-        "dispatch",
-        "The dense weights are updated tensor by tensor",
-        "Update all dense weights in one fused kernel.",
-    ),
-    "training.compile": Setting(
-        "uncompiled",
-        DENSE_PARTS,
-        "dispatch",
-        "The dense part runs operator by operator",
-        "Compile the dense part: its pointwise operators merge and fewer are dispatched.",
-    ),
-    "training.micro_batch": Setting(
-        "cache_overflow",
-        DENSE_PARTS,
-        "memory bandwidth",
-        "The dense part's activations overflow the cache",
-        "Compute the dense part {then} rows at a time: the same loss, activations that stay "
-        "in cache.",
-    ),
-    "training.tf32": Setting(
-        "tensor_cores_unused",
-        ("bottom_mlp", "top_mlp"),
-        "arithmetic",
-        "fp32 matrix products leave the tensor cores unused",
-        "Allow TF32: the same range, 10 bits of mantissa in products.",
-    ),
-    "training.cuda_graphs": Setting(
-        "launch_bound",
-        (*DENSE_PARTS, "loss", "embedding"),
-        "launches",
-        "The GPU waits for launches",
-        "Capture the step in a CUDA graph: one launch instead of one per kernel.",
-    ),
-    "training.threads": Setting(
-        "thread_count",
-        (*DENSE_PARTS, "embedding"),
-        "scheduling",
-        "{now} threads per operator are fewer or more than pay here",
-        "Run operators on {then} threads.",
-    ),
-}
+SETTINGS = {row.pop("setting"): Setting(**row) for row in rows_of(__file__, "settings.csv")}
 """Leaf to what it means; a setting that changes what is computed is not listed."""
 
 
@@ -155,11 +80,11 @@ def _faster_setting(
     speedup = predicted(evidence, change)
     if speedup is None or not is_worthwhile(speedup):
         return None
-    components, layers = setting.components, "the MLPs"
+    components, layers = setting.components.split(), "the MLPs"
     kind = INTERACTIONS.get(evidence.parameter("model.interaction"))
     if kind is not None and kind.layers:
         # layers between those of the MLPs
-        components += ("interaction",) if components[:2] == ("bottom_mlp", "top_mlp") else ()
+        components += ["interaction"] if components[:2] == ["bottom_mlp", "top_mlp"] else []
         layers = f"MLPs and {kind.layers}"
     measured = [component for component in components if evidence.time(component) > 0]
     share = sum(evidence.share(component) for component in measured)
