@@ -314,7 +314,7 @@ def stall_reasons(stalls: pd.DataFrame) -> pd.DataFrame:
         return unmeasured(columns, reason_of(stalls) or "no stall was sampled")
     table = stalls.groupby("reason", as_index=False)[names].sum(min_count=1)
     table["meaning"] = table["reason"].map(STALLS)
-    table["advice"] = table["reason"].map(lambda reason: REASONS[reason]["advice"])
+    table["advice"] = table["reason"].map({name: row["advice"] for name, row in REASONS.items()})
     return table.sort_values("warp_cycles", ascending=False, ignore_index=True)[columns]
 
 
