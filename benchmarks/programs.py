@@ -47,6 +47,7 @@ HALVES = (
     "shrouded",
     "mantled",
     "curtained",
+    "swathed",
 )
 TIMED, COPIES = 30, 2
 """Iterations of a turn (faults that come now and then have periods that divide it), and processes
