@@ -278,8 +278,10 @@ def test_whole_tables_equal_operands_and_gradients_that_nobody_takes_are_named(t
     assert "`table`" in whole.title and "`frozen.0`, `frozen.2` and `unheard`" in lost.title
     assert "No optimizer has the weights of `frozen.0` and `frozen.2`" in lost.evidence
     assert "The gradients of `unheard` are 0 everywhere" in lost.evidence
+    padded = found["padded_positions"]
+    assert padded.title.endswith("% of the positions that `notes` looks up are its padding")
     assert 0.1 < again.share_of_step < 0.75 and 0.05 < whole.share_of_step < 0.75
-    assert 0.02 < lost.share_of_step < 0.5
+    assert 0.02 < lost.share_of_step < 0.5 and 0.1 < padded.share_of_step < 0.75
 
 
 def test_the_line_of_a_slow_worker_is_that_of_the_batch(tmp_path: Path) -> None:
@@ -352,6 +354,20 @@ def test_only_equal_operators_on_the_same_values_compute_again(monkeypatch) -> N
     (half,) = [row for row in others if row["untrained"]]
     assert half["untrained"] == 40 and half["weights"] == 80
     assert [row["zero"] / row["weights"] for row in others if row["zero"]] == [1]
+
+
+def test_what_stands_for_padding_is_counted_by_line() -> None:
+    table, layer = torch.nn.Embedding(9, 4, padding_idx=0), torch.nn.Linear(4, 3)
+    seen = SeenModel([torch.nn.ModuleList([table, layer])])
+    seen.start()
+    found = table(torch.tensor([[1, 2, 0, 0], [3, 0, 0, 0]]))
+    layer(found.view(8, 4)).view(2, 4, 3).sum(dim=1).exp()
+    seen.stop()
+    document = seen.document()
+    assert document["tables"][0]["padding"] == 5 / 8
+    first, second = (row for row in document["operators"] if row["file"] == __file__)
+    assert (first["own_padded"], first["own_elements"]) == (20, 8 + 32)
+    assert (second["own_padded"], second["own_elements"]) == (15, 24 + 2 * 6)
 
 
 @settings(deadline=None, max_examples=30)

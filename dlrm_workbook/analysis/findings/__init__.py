@@ -70,6 +70,7 @@ STARVED = ("launch_bound", "gpu_idle", "gpu_idle_otherwise")
 MAKES_NEW_PAGES = (
     *("float64", "dense_updates", "around_model", "computed_again", "whole_tables"),
     *("untrained_gradients", "without_gradients", "small_operators", "run_again"),
+    "padded_positions",
 )
 """Findings of lines whose large temporaries the system has to give pages."""
 
@@ -155,6 +156,7 @@ RULES: tuple[Rule, ...] = (
     program.forward_again,
     program.computed_again,
     program.whole_tables,
+    program.padded_positions,
     program.untrained_gradients,
     program.without_gradients,
     program.float64_lines,

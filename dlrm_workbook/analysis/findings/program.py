@@ -410,7 +410,7 @@ def computed(evidence: Evidence) -> pd.DataFrame:
     counts = ("calls", "small", "elements", "double", "without_gradients")
     own = ("own_calls", "own_small", "own_elements", "own_double")
     every = [*counts, *own, "again", "own_again", "own_moved", "own_whole"]
-    every += ["weights", "untrained", "zero"]
+    every += ["weights", "untrained", "zero", "own_padded"]
     seen = _seen(evidence, "operators", (*counts, *own))
     table = lines(evidence.profile).rename(columns={"calls": "runs"})
     table = table[table["thread"].eq(MAIN)]
@@ -651,6 +651,38 @@ def whole_tables(evidence: Evidence, ledger: Causes) -> Measured | None:
     update = float(dense["update_ms"].sum())
     more |= {"update": update or None}
     return lost and {**lost, **more, "share": lost["share"] + update / evidence.total_ms}
+
+
+PADDING = 0.2
+"""Least share of padding among the positions of a batch for it to be the matter."""
+
+
+@rule(
+    "padded_positions",
+    title="Padding takes {share:.0%} of each step: {padding:.0%} of the positions that {names} "
+    "looks up are its padding",
+    evidence=("Operators compute with all positions of a batch, most of it at {name}.",),
+    advice="Pad each batch to its own longest row and no further, put rows of about the same "
+    "length together (a sampler by length), or compute without padding (torch.nested, "
+    "pack_padded_sequence).",
+    limit="arithmetic",
+    gpu=False,
+)
+def padded_positions(evidence: Evidence, ledger: Causes) -> Measured | None:
+    """Much of what a model of sequences computes stands for padding."""
+    tables = _seen(evidence, "tables", ("padding",))
+    tables = tables[tables["padding"].ge(PADDING)]
+    if tables.empty:
+        return None
+    table, padding = computed(evidence), float(tables["padding"].max())
+    share = table["own_padded"] / table["own_elements"].clip(lower=1) * table["share_of_step"]
+    lost = _lost(share, table.loc[share.nlargest(1).index])
+    return lost and {
+        **lost,
+        "least": LINE_SHARE,
+        "names": _names(tables["name"]),
+        "padding": padding,
+    }
 
 
 @rule(

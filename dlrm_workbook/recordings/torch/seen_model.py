@@ -83,7 +83,8 @@ class SeenModel:
 
         ``tables`` have ``name``, ``rows``, ``dim``, ``bytes`` (of an element), ``calls``, and of
         all of them ``lookups``, how many different rows they ask for (``unique``) and the share
-        (0 to 1) ``hottest`` of ``hottest_row``, None where that was not counted; ``bag``,
+        (0 to 1) ``hottest`` of ``hottest_row``, None where that was not counted; ``padding``, the
+        share of its own padding among those of the last call, where it has some; ``bag``,
         ``sparse`` (what its gradient is to be), ``gradient`` ("dense", "sparse" or None) and
         ``optimizer`` (row of ``optimizers``).
         ``untrained`` are the parameters that get gradients and have no optimizer, ``zero`` those
@@ -146,6 +147,9 @@ class SeenModel:
                 **{"calls": 0, "lookups": 0, "sparse": bool(module.sparse)},
                 **{"bag": isinstance(module, torch.nn.EmbeddingBag), **_line()},
             }
+        if module.padding_idx is not None and indices.ndim > 1:
+            seen["padding"] = float((indices == module.padding_idx).float().mean())
+            self._operators.padded[tuple(indices.shape)] = seen["padding"]
         first = not seen["calls"]
         seen |= {"calls": seen["calls"] + 1, "lookups": seen["lookups"] + flat.numel()}
         seen |= dict.fromkeys(_COUNTED)

@@ -9,6 +9,7 @@ hands every call on as it came: whatever fails in it leaves the program as it is
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import sys
 import threading
@@ -24,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from dlrm_workbook.recordings.torch.places import line_of, user_frames
 
-MOST_S = 0.4
+MOST_S = 1.0
 """Seconds of the thread after which nothing more is looked at; those of other work do not count."""
 
 SMALL_ELEMENTS = 40_000
@@ -162,6 +163,8 @@ class SeenOperators(TorchDispatchMode):
         self._subnormal: dict[tuple[CodeType, int, str], tuple[int, float]] = {}
         """Line and operator to its calls and the largest share of subnormal numbers in an operand
         of those looked at."""
+        self.padded: dict[tuple[int, ...], float] = {}
+        """Shape of rows that a table was asked for to the share of padding among them."""
         self._runs = False
 
     def start(self) -> None:
@@ -193,12 +196,13 @@ class SeenOperators(TorchDispatchMode):
         ``elements`` of their results, how many of these are ``double``, come
         ``without_gradients`` (but from a network that what learns takes them from), or were
         computed ``again`` from the same operands; ``moved`` (elements of each one's largest operand
-        or result) and how many of these are of a ``whole`` embedding table; ``own_calls`` and so on
-        are of what it calls itself. Of the numbers that it computes with ``weights``,
-        ``untrained`` and ``zero`` are those of the weights so named, of the former half where the
-        input learns too. ``products`` have ``name`` (of the weight,
-        or of the function), ``calls``, ``rows``, ``inputs``, ``outputs`` and ``zeros`` (share of
-        the elements of the operand that has most, in the call that has fewest), and the place.
+        or result) and how many of these are of a ``whole`` embedding table; ``padded`` are those of
+        ``elements`` that stand for padding; ``own_calls`` and so on are of what it calls itself. Of
+        the numbers that it computes with ``weights``, ``untrained`` and ``zero`` are those of the
+        weights so named, of the former half where the input learns too. ``products`` have ``name``
+        (of the weight, or of the function), ``calls``, ``rows``, ``inputs``, ``outputs`` and
+        ``zeros`` (share of the elements of the operand that has most, in the call that has fewest),
+        and the place.
         ``subnormal`` have ``name`` of an operator, ``share`` of subnormal numbers in the operand
         that has most, and the place.
         ``whole_tables`` have ``name``, ``rows``, ``lookups`` and
@@ -238,7 +242,9 @@ class SeenOperators(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        if self._runs and threading.get_ident() == self._thread:
+        # lines of the backward pass are those that built it
+        forward = self._runs and torch._C._current_graph_task_id() == -1
+        if forward and threading.get_ident() == self._thread:
             began = time.thread_time()
             if self._spent_s > MOST_S:
                 self._left_out += 1
@@ -251,8 +257,6 @@ class SeenOperators(TorchDispatchMode):
         return result
 
     def _look(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:
-            return  # backward, whose lines are those that built it
         name = str(function)
         operands = [one for one in _flat(args) if isinstance(one, torch.Tensor)]
         results = [one for one in _flat([result]) if isinstance(one, torch.Tensor)]
@@ -271,7 +275,8 @@ class SeenOperators(TorchDispatchMode):
         learns = learns if torch.is_grad_enabled() else _within_function()
         moved = max(one.numel() for one in (*operands, *results))
         gradients = 0 if learns else elements
-        counts = (1, int(small), elements, double, gradients, again * elements, moved, whole)
+        pads = sum(map(self._padded, results)) if self.padded else 0
+        counts = (1, int(small), elements, double, gradients, again * elements, moved, whole, pads)
         for place in dict.fromkeys(places):
             if place not in self._lines and len(self._lines) >= MOST_LINES:
                 continue
@@ -291,6 +296,15 @@ class SeenOperators(TorchDispatchMode):
             self._count_subnormal((*places[0], name.split(".")[1]), operands)
         if _PRODUCT.match(name) and not captures():
             self._multiply(places[0], operands[-2:])
+
+    def _padded(self, result: torch.Tensor) -> int:
+        """Numbers that stand for padding, of a result with a number for each row asked for."""
+        shares = [
+            share
+            for shape, share in self.padded.items()
+            if math.prod(shape) in result.shape or {*shape} <= {*result.shape}
+        ]
+        return round(max(shares, default=0.0) * result.numel())
 
     def _count(self, place: tuple[CodeType, int], counts: tuple[int, ...]) -> None:
         before = self._lines.get(place, (0,) * len(_COUNTS))
@@ -385,7 +399,10 @@ class SeenOperators(TorchDispatchMode):
         return [(one.f_code, one.f_lineno or 0) for one in user_frames(sys._getframe(3))]
 
 
-COUNTS = ("calls", "small", "elements", "double", "without_gradients", "again", "moved", "whole")
+COUNTS = (
+    *("calls", "small", "elements", "double", "without_gradients", "again", "moved", "whole"),
+    "padded",
+)
 _COUNTS = (*COUNTS, *(f"own_{name}" for name in COUNTS))
 
 
