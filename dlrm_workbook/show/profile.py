@@ -168,7 +168,8 @@ SHORT = 4
 """Words up to which what stands before a list is the label of its rows."""
 
 _LEVELS = "|".join(sorted(PLACE_LEVELS.values(), key=len, reverse=True))
-_PLACES = re.compile(rf"(?:^By |; by )(?P<level>{_LEVELS}) (?:it is )?(?P<list>.*?)(?=; by |$)")
+_ITS = "(?:(?:it|the idle time) is )?"
+_PLACES = re.compile(rf"(?:^By |; by )(?P<level>{_LEVELS}) {_ITS}(?P<list>.*?)(?=; by |$)")
 
 
 def _evidence(text: str, of: str) -> list[str]:

@@ -17,6 +17,7 @@ from dlrm_workbook.analysis.findings.finding import LIMITS, Finding
 from dlrm_workbook.analysis.idleness import overlaps
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.trace import read_trace
+from dlrm_workbook.show.profile import findings_text
 
 STEP_US = 1000
 STEPS = 4
@@ -460,6 +461,7 @@ def test_indexing_by_a_mask_is_named_with_its_operator_and_line(trace: Trace) ->
     first = listed(trace.read())[0]
     assert first.id == "synchronisation"  # two calls in one operator are one wait
     assert "once in each step, 0.687 ms in aten::nonzero at `select`" in first.title
+    assert "| operator | aten::index | " in findings_text([first]).markdown
     # it waits for more than half of the step: all idle time could be hidden
     assert first.share_of_step == pytest.approx(0.30, abs=0.01)
 
