@@ -156,7 +156,7 @@ def tensor_cores(evidence: Evidence, ledger: Causes) -> Measured | None:
     }
 
 
-CONVOLVING = "conv|[dw]grad|cudnn|winograd|igemm|backward weight"
+CONVOLVING = "conv|fprop|[dw]grad|cudnn|winograd|igemm|backward weight"
 """Matches names of kernels that compute a convolution as a product."""
 
 
