@@ -224,8 +224,8 @@ def test_an_exchange_of_npus_is_one_and_its_waits_are_no_work(tmp_path: Path) ->
         events.append(row | {"ts": ts, "dur": dur, "args": args})
     told = report(tmp_path, events)
     assert told.headline.startswith("**Exposed communication takes 86% of the recording's NPU")
-    assert "The NPU works 0.0700 ms" in told.headline
-    said = told.ranked_findings[0].evidence
+    assert "waiting for others.** The NPU works 0.0700 ms" in told.headline
+    said = told.ranked_findings[0].evidence + told.ranked_findings[0].advice
     assert "In 0.0550 ms of it the recording shows" in said and "of one rank does not" not in said
 
 

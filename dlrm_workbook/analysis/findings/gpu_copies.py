@@ -245,6 +245,7 @@ def exposed_communication(evidence: Evidence, ledger: Causes) -> Measured | None
         "waiting": min(ledger.waiting_ms, exposed) or None,
         "late": late,
         "waited": waited or None,
+        **(MOSTLY_WAITS if waited > 0.5 * time else {}),
         "unknown": None
         if late or waited or len(evidence.ranks) > 1
         else "The recording of one rank does not show how much of it is waiting for another rank.",
@@ -252,6 +253,13 @@ def exposed_communication(evidence: Evidence, ledger: Causes) -> Measured | None
         "pieces": (exchange["context"], length),
         "speedup": bounded(alone / evidence.total_ms),
     }
+
+
+MOSTLY_WAITS: Measured = {
+    "title": "Exposed communication takes {share:.0%} of the step, most of it waiting for others",
+    "advice": "Even out the ranks, and look at a recording of the one that comes last.",
+}
+"""Sentences of exchanges in which a rank is recorded to wait for the others most of the time."""
 
 
 def _late_calls(exchange: pd.DataFrame, names: pd.Series) -> str | None:
