@@ -164,7 +164,9 @@ def kernel_paces(profile: Profile) -> dict[str, tuple[str, str]]:
     names, shapes = (profile.contexts[name].to_numpy() for name in ("name", "shapes"))
     above = nearest(profile.contexts["parent"].to_numpy(), profile.of_kind("operator"))
     rates = _rates(work)
-    judged: list[Any] = rates.assign(most=rates["gb_per_s"].max()).to_dict("records")
+    for column in ("gb_per_s", "tflops_per_s"):
+        rates[f"most_{column}"] = rates[column].max()
+    judged: list[Any] = rates.to_dict("records")
     kernels = np.flatnonzero(work.is_kernel & (work.own_ms > 0) & (above >= 0))
     table = pd.DataFrame({"name": names[kernels], "ms": work.own_ms[kernels]})
     rate = [work.rate.get(int(operator), -1) for operator in work.operator[kernels]]
@@ -198,9 +200,12 @@ def _pace(row: dict[str, Any], gpus: tuple[Device, ...]) -> tuple[str, str]:
         reason = "since its kernels multiply less than its definition (Winograd, FFT)"
     elif not gpus:
         reason = "since no data sheet of its device is listed"
-        if math.isfinite(row["gb_per_s"]):
-            others = f" of up to {digits(row['most'])} GB/s that operators reach here"
-            return place, f"moves {digits(row['gb_per_s'])} GB/s{others}, and {UNJUDGED}, {reason}"
+        column, does, unit = "gb_per_s", "moves", "GB/s"
+        if math.isfinite(row["tflops_per_s"]):
+            column, does, unit = "tflops_per_s", "computes", "TFLOP/s"
+        reached, most = digits(row[column]), digits(row[f"most_{column}"])
+        does = f"{does} {reached} {unit} of up to {most} that operators reach here"
+        return place, f"{does}, and {UNJUDGED}, {reason}"
     return place, f"{UNJUDGED}, {reason}"
 
 

@@ -275,7 +275,7 @@ def test_a_page_names_the_data_sheet_and_shows_what_is_known() -> None:
     assert unknown["share_of_ceiling"].isna().all()
     pd.testing.assert_series_equal(unknown["tflops_per_s"], rates["tflops_per_s"])
     assert "Chip of tomorrow" in operator_roofline(unknown).layout.title.text
-    most = f"GB/s of up to {digits(rates['gb_per_s'].max())} GB/s that operators reach here"
+    most = f"TFLOP/s of up to {digits(rates['tflops_per_s'].max())} that operators reach here"
     assert any(most in pace for _, pace in kernel_paces(profile).values())
 
 
