@@ -63,8 +63,12 @@ def recording_environment(
         },
     }
     places = [str(STARTUP), *filter(None, [base.get("PYTHONPATH")])]
-    said = {"PYTHONFAULTHANDLER": "1"}  # where a program crashes is in its log
-    return said | {**base, "PYTHONPATH": os.pathsep.join(places), VARIABLE: json.dumps(asked)}
+    where_it_crashes = {"PYTHONFAULTHANDLER": "1"}
+    return where_it_crashes | {
+        **base,
+        "PYTHONPATH": os.pathsep.join(places),
+        VARIABLE: json.dumps(asked),
+    }
 
 
 def run_injected(

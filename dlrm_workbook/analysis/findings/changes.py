@@ -32,7 +32,7 @@ class Setting:
 
     id: str
     components: str
-    """Of the model, a space between two."""
+    """Names of parts of the model, a space between two."""
     limit: str
     title: str
     """With ``{share:.0%}`` for the share of the step in its components, ``{layers}`` for what of

@@ -179,7 +179,7 @@ class Causes:
         self.idle_ms = 0.0
         """Milliseconds of the GPU's idle time that rules have explained."""
         self.copying_ms = 0.0
-        """Of it, that of which copies to the host are the cause, which return when they ended."""
+        """Milliseconds of it around copies to the host whose calls return when they have ended."""
         self.late_ms = 0.0
         """Milliseconds of the GPU's idle time that a finding over ranks reports."""
         self.waiting_ms = 0.0

@@ -383,8 +383,8 @@ def _largest_family(evidence: Evidence) -> Measured | None:
     computes = np.any(list(alike.values()), axis=0)[inner] & (inner >= 0)
     of_kind = {}
     for what, of_name in alike.items():
-        own = rows[np.append(of_name[outer] & computes, False)[rows["context"]]]
-        of_kind[what] = time_by_name(profile, own["context"], own["ms"])["inner"]
+        chosen = rows[np.append(of_name[outer] & computes, False)[rows["context"]]]
+        of_kind[what] = time_by_name(profile, chosen["context"], chosen["ms"])["inner"]
     what, most = max(of_kind.items(), key=lambda each: each[1].sum())
     if (most > PLACE_LEAST * most.sum()).sum() < 2:
         return None

@@ -710,13 +710,13 @@ def untrained_gradients(evidence: Evidence, ledger: Causes) -> Measured | None:
     lost_ms /= table["weights"].clip(lower=1)
     worst = table.loc[lost_ms.nlargest(1).index]
     weights["names"] = [*weights["untrained"], *weights["zero"]]
-    told = {
+    modules = {
         name: _names(pd.Series([str(weight).rpartition(".")[0] for weight in some])) or None
         for name, some in weights.items()
     }
     lost = _lost(lost_ms / evidence.step_ms, worst)
     times = {"time": worst["time_ms"].sum(), "backward": worst["backward_ms"].sum()}
-    return lost and {**lost, **told, **times}
+    return lost and {**lost, **modules, **times}
 
 
 @rule(
