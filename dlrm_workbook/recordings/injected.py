@@ -63,12 +63,8 @@ def recording_environment(
         },
     }
     places = [str(STARTUP), *filter(None, [base.get("PYTHONPATH")])]
-    where_it_crashes = {"PYTHONFAULTHANDLER": "1"}
-    return where_it_crashes | {
-        **base,
-        "PYTHONPATH": os.pathsep.join(places),
-        VARIABLE: json.dumps(asked),
-    }
+    crash = {"PYTHONFAULTHANDLER": "1"}  # where a program crashes is in its log
+    return crash | {**base, "PYTHONPATH": os.pathsep.join(places), VARIABLE: json.dumps(asked)}
 
 
 def run_injected(
