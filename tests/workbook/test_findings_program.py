@@ -362,12 +362,14 @@ def test_what_stands_for_padding_is_counted_by_line() -> None:
     seen.start()
     found = table(torch.tensor([[1, 2, 0, 0], [3, 0, 0, 0]]))
     layer(found.view(8, 4)).view(2, 4, 3).sum(dim=1).exp()
+    found.mean(dim=1).exp()  # of as many numbers as there were positions, but of none
     seen.stop()
     document = seen.document()
     assert document["tables"][0]["padding"] == 5 / 8
-    first, second = (row for row in document["operators"] if row["file"] == __file__)
+    first, second, pooled = (row for row in document["operators"] if row["file"] == __file__)
     assert (first["own_padded"], first["own_elements"]) == (20, 8 + 32)
     assert (second["own_padded"], second["own_elements"]) == (15, 24 + 2 * 6)
+    assert pooled["own_padded"] == 0
 
 
 @settings(deadline=None, max_examples=30)

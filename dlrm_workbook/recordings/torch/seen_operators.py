@@ -14,6 +14,7 @@ import re
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from types import CodeType
@@ -302,7 +303,8 @@ class SeenOperators(TorchDispatchMode):
         shares = [
             share
             for shape, share in self.padded.items()
-            if math.prod(shape) in result.shape or {*shape} <= {*result.shape}
+            if result.shape[:1] == (math.prod(shape),)
+            or (result.ndim > len(shape) and not Counter(shape) - Counter(result.shape))
         ]
         return round(max(shares, default=0.0) * result.numel())
 
